@@ -1,0 +1,319 @@
+"""llama-server as a process of this machine: start it under a keeper, stop it, or become it.
+
+Every process is known by (pid, create time) and only such a match is ever signalled. The server leads its own
+session, so it outlives the command line that started it and takes its own children with it when it is stopped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from types import FrameType
+
+import psutil
+
+import launcher
+from launcher.errors import EngineFailed, LauncherError, Refused
+from launcher.serve import state
+from launcher.serve.ports import free_port, port_free
+from launcher.serve.rpc import RpcSpawn, rpc_servers
+from launcher.structs import Launch, ProcessId, RunEnd, RunRecord
+
+_KEEP_LOGS = 10
+_HANDED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+# Keepers that this process started: held to be waited for, else each would stay a zombie while we live.
+_keepers: list[subprocess.Popen[bytes]] = []
+
+
+# ---------------------------------------------------------------------------------------------- start
+
+
+def start(launch: Launch, slug_name: str, *, rpc: RpcSpawn | None = None, sample_s: float = 2.0) -> RunRecord:
+    """Start the launch under a keeper; back as soon as the server has a pid (`wait.wait_ready` waits for it).
+
+    Raises Refused (already-running, port-busy) before anything is started, EngineFailed (engine-start, rpc-start,
+    keeper-died) when a process cannot be started; nothing is left behind then, nor after a Ctrl-C in here.
+    """
+    _reap()
+    before = state.read(slug_name)
+    if before is not None and live(before):
+        pid = before.server.pid if before.server else "starting"
+        raise Refused(
+            "already-running",
+            f"{slug_name} runs already (pid {pid}, port {before.port})",
+            fix=f"launcher stop {slug_name}",
+        )
+    if before is not None:
+        end_rpc(before.rpc_servers)  # left by a keeper that was killed
+        state.marker_path(slug_name).unlink(missing_ok=True)
+    if not port_free(launch.host, launch.port):
+        raise Refused(
+            "port-busy",
+            f"port {launch.port} on {launch.host} is taken by another process",
+            fix=f"add --port {free_port(launch.host, launch.port + 1)}",
+        )
+    now = time.time()
+    hosts = tuple(dict.fromkeys(d.device.endpoint for d in launch.plan.devices if d.device.endpoint))
+    record = RunRecord(
+        slug=slug_name,
+        server=None,
+        keeper=None,
+        rpc_servers=(),
+        rpc_endpoints=hosts or (rpc.hosts if rpc else ()),
+        argv=launch.argv,
+        env_set=dict(launch.env_set),
+        host=launch.host,
+        port=launch.port,
+        alias=launch.alias,
+        log_path=str(_new_log(slug_name, now)),
+        state="starting",
+        started_at=now,
+    )
+    state.write(record)
+    try:
+        return _keep(record, launch, rpc, sample_s)
+    except (KeyboardInterrupt, LauncherError):
+        stop(record)
+        raise
+
+
+def _keep(record: RunRecord, launch: Launch, rpc: RpcSpawn | None, sample_s: float) -> RunRecord:
+    """Spawn the keeper, hand it the launch, wait for its word on the pipe."""
+    request = state.runs_dir() / f".{state.stem(record.slug)}.{os.getpid()}.launch"
+    read_end, write_end = os.pipe()
+    keeper = None
+    try:
+        document = {
+            "record": state.to_dict(record),
+            "env": dict(launch.env),
+            "rpc": None if rpc is None else {"hosts": rpc.hosts, "path": rpc.server_path, "threads": rpc.threads},
+            "sample_s": sample_s,
+            "word_fd": write_end,
+        }
+        state.write_json(request, document)  # owner only, and the keeper removes it: it holds the environment
+        package = str(Path(launcher.__file__).parent.parent)
+        env = os.environ | {"PYTHONPATH": os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])}
+        with Path(record.log_path).open("ab") as log:
+            keeper = subprocess.Popen(
+                [sys.executable, "-m", "launcher.serve.keeper", str(request)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=env,
+                pass_fds=(write_end,),
+                start_new_session=True,
+            )
+        _keepers.append(keeper)
+        os.close(write_end)
+        write_end = -1
+        state.update(record, keeper=state.identify(keeper.pid))
+        return _hear(record, read_end)
+    except BaseException:
+        # Also before the record knows it: told to end, it takes with it whatever it has started.
+        if keeper is not None:
+            keeper.terminate()
+            keeper.wait()
+        raise
+    finally:
+        os.close(read_end)
+        if write_end >= 0:
+            os.close(write_end)
+        request.unlink(missing_ok=True)
+
+
+def _hear(record: RunRecord, read_end: int) -> RunRecord:
+    said = b""
+    while True:
+        select.select([read_end], [], [])
+        piece = os.read(read_end, 65536)
+        if not piece:
+            break
+        said += piece
+    if not said:
+        raise EngineFailed(
+            "keeper-died",
+            f"the process that keeps {record.slug} died before the engine was started",
+            context=tail(record.log_path),
+            fix=f"try again; if it repeats, read {record.log_path}",
+        )
+    word = json.loads(said)
+    if "error" in word:
+        raise EngineFailed(
+            word["error"], word["message"], fix=word["fix"], context=word["context"] or tail(record.log_path)
+        )
+    return state.read(record.slug) or record
+
+
+def _new_log(slug_name: str, now: float) -> Path:
+    stem = state.stem(slug_name)
+    for old in sorted(state.logs_dir().glob(f"{stem}-2*.log"))[: -_KEEP_LOGS + 1]:
+        old.unlink(missing_ok=True)
+        old.with_suffix(".rpc.log").unlink(missing_ok=True)
+    stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime(now)) + f"{now % 1:.3f}"[1:].replace(".", "_")
+    return state.logs_dir() / f"{stem}-{stamp}.log"
+
+
+# ----------------------------------------------------------------------------------------------- stop
+
+
+def stop(record: RunRecord, grace_s: float = 20.0) -> RunEnd | None:
+    """End a server, its RPC servers and its keeper; asking again, or for one that is gone, does no harm.
+
+    SIGTERM to the server's group, `grace_s` of patience, SIGKILL. Returns the line of history when there is one.
+    """
+    stored = state.read(record.slug)
+    if stored is not None and stored.started_at == record.started_at:
+        record = stored
+    if live(record):
+        state.ask_stop(record)
+    if record.server is None and alive(record.keeper):
+        _signal(record.keeper, signal.SIGTERM)
+        _gone(record.keeper, grace_s)
+        record = state.read(record.slug) or record
+    started = alive(record.server)
+    last_rss = resident_bytes(record.server)
+    end_group(record.server, grace_s)
+    end_rpc(record.rpc_servers)
+    # It has the exit code to write down; it ends by itself once the server is gone.
+    if not _gone(record.keeper, 10.0):
+        end_group(record.keeper, 2.0)
+    end = state.end_of(record)
+    if end is None and started and record.server is not None:
+        end = RunEnd(
+            slug=record.slug,
+            pid=record.server.pid,
+            started_at=record.started_at,
+            ended_at=time.time(),
+            exit_code=None,
+            signal=None,
+            reason="stopped",
+            last_rss_bytes=last_rss,
+            log_path=record.log_path,
+        )
+        state.append_history(end)
+    state.forget(record)
+    return end
+
+
+def end_group(leader: ProcessId | None, grace_s: float) -> None:
+    """SIGTERM to a process and its group, wait, SIGKILL, wait. Only while (pid, create time) match."""
+    if _signal(leader, signal.SIGTERM) and not _gone(leader, grace_s):
+        _signal(leader, signal.SIGKILL)
+        _gone(leader, 10.0)
+
+
+def end_rpc(servers: Iterable[ProcessId]) -> None:
+    """End RPC servers: all are told first, then waited for."""
+    told = [server for server in servers if _signal(server, signal.SIGTERM)]
+    for server in told:
+        end_group(server, 3.0)
+
+
+def live(record: RunRecord) -> bool:
+    """Whether the record's server runs or is being started; waits for keepers of ours that ended."""
+    _reap()
+    return state.live(record)
+
+
+def alive(process: ProcessId | None) -> bool:
+    """Whether exactly this process runs."""
+    _reap()
+    return state.alive(process)
+
+
+def _signal(process: ProcessId | None, number: signal.Signals) -> bool:
+    if process is None or not alive(process):
+        return False
+    try:
+        if os.getpgid(process.pid) == process.pid:
+            os.killpg(process.pid, number)
+        else:
+            os.kill(process.pid, number)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _gone(process: ProcessId | None, patience_s: float) -> bool:
+    deadline = time.monotonic() + patience_s
+    pause = 0.01
+    while alive(process):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(pause)
+        pause = min(pause * 1.5, 0.2)
+    return True
+
+
+def resident_bytes(process: ProcessId | None) -> int | None:
+    """Resident memory of a process, None when it is gone."""
+    found = state.proc(process)
+    with contextlib.suppress(psutil.Error):
+        return int(found.memory_info().rss) if found else None
+    return None
+
+
+def _reap() -> None:
+    _keepers[:] = [keeper for keeper in _keepers if keeper.poll() is None]
+
+
+def tail(path: str, lines: int = 30) -> str:
+    """The last lines of a log file, empty when there is none. Reads its end only."""
+    try:
+        with Path(path).open("rb") as log:
+            log.seek(0, os.SEEK_END)
+            log.seek(max(0, log.tell() - 400 * lines))
+            return "\n".join(log.read().decode("utf-8", "replace").splitlines()[-lines:])
+    except OSError:
+        return ""
+
+
+# ----------------------------------------------------------------------------------------- foreground
+
+
+def exec_foreground(launch: Launch, *, rpc: RpcSpawn | None = None) -> int:
+    """Become llama-server: this process is replaced and never comes back.
+
+    With RPC servers to look after it stays as the parent, hands every signal on once, ends them when the server
+    is gone and returns the exit code (128 + number for a signal). Raises EngineFailed (engine-start, rpc-start).
+    """
+    if rpc is None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        try:
+            os.execve(launch.argv[0], launch.argv, dict(launch.env))
+        except OSError as error:
+            raise _no_start(launch.argv[0], error) from error
+    children: list[subprocess.Popen[bytes]] = []
+
+    def hand_on(number: int, _frame: FrameType | None) -> None:
+        if not children:
+            sys.exit(128 + number)
+        children[0].send_signal(number)
+
+    before = {name: signal.signal(name, hand_on) for name in _HANDED_ON}
+    try:
+        with rpc_servers(rpc, launch.env):
+            # A session of its own: Ctrl-C reaches it through us alone, a second one would cut its clean-up short.
+            children.append(
+                subprocess.Popen(launch.argv, env=dict(launch.env), stdin=subprocess.DEVNULL, start_new_session=True)
+            )
+            code = children[0].wait()
+    except OSError as error:
+        raise _no_start(launch.argv[0], error) from error
+    finally:
+        for name, handler in before.items():
+            signal.signal(name, handler)
+    return code if code >= 0 else 128 - code
+
+
+def _no_start(path: str, error: OSError) -> EngineFailed:
+    return EngineFailed("engine-start", f"cannot start {path}: {error.strerror}", fix="launcher engine install")

@@ -1,0 +1,354 @@
+"""What we know about servers of ours, on disk: one record each, one line of history for each that ended, locks.
+
+    state/runs/<slug>.json   a server that was started and not yet forgotten
+    state/runs/<slug>.stop   somebody asked for its end (who, and when): not a crash
+    state/history.jsonl      how each ended, one line, appended
+    state/logs/  state/locks/
+
+Files are replaced whole, so a reader never sees half a record. Nothing here starts or ends a process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from launcher.errors import Locked
+from launcher.facts.paths import state_dir
+from launcher.structs import ProcessId, RunEnd, RunRecord
+
+SCHEMA = 1
+# psutil derives create_time from the boot time, which moves by a second when the clock is adjusted.
+_CLOCK_SLACK_S = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """A record beside what is true now. `end` is the line of history, None while it runs or when nobody saw."""
+
+    record: RunRecord
+    alive: bool
+    end: RunEnd | None
+    how: str  # 'running', 'starting', 'stopped', 'crashed (exit code 1)', 'ended, nobody saw how'
+
+
+# ------------------------------------------------------------------------------------------ folders
+
+
+def runs_dir() -> Path:
+    """Folder of the records, made when missing."""
+    return _made(state_dir() / "runs")
+
+
+def logs_dir() -> Path:
+    """Folder of the log files, made when missing."""
+    return _made(state_dir() / "logs")
+
+
+def locks_dir() -> Path:
+    """Folder of the lock files, made when missing; a lock file is never deleted."""
+    return _made(state_dir() / "locks")
+
+
+def empty_config_dir() -> Path:
+    """An empty folder for the engine's XDG_CONFIG_HOME, so that no config file of the user reaches it."""
+    return _made(state_dir() / "empty-config")
+
+
+def history_path() -> Path:
+    """File of the ended runs."""
+    return _made(state_dir()) / "history.jsonl"
+
+
+def _made(path: Path) -> Path:
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def stem(slug: str) -> str:
+    """File name of a slug or path: `llamacpp/x` -> `llamacpp__x`; long ones are cut and get a hash."""
+    safe = re.sub(r"[^A-Za-z0-9._@+-]", "-", slug.strip("/").replace("/", "__")).lstrip(".") or "-"
+    if len(safe) > 120 or safe != slug.replace("/", "__"):
+        return f"{safe[-100:]}-{hashlib.sha256(slug.encode()).hexdigest()[:8]}"
+    return safe
+
+
+# ---------------------------------------------------------------------------------------- processes
+
+
+def identify(pid: int) -> ProcessId | None:
+    """Identity of a running process, None when it is gone."""
+    try:
+        return ProcessId(pid=pid, create_time=psutil.Process(pid).create_time())
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return None
+
+
+def alive(process: ProcessId | None) -> bool:
+    """Whether exactly this process still runs; one that ended and was not yet waited for does not."""
+    return proc(process) is not None
+
+
+def proc(process: ProcessId | None) -> psutil.Process | None:
+    """The process behind an identity, None when it is gone or its pid belongs to another one now."""
+    if process is None:
+        return None
+    try:
+        found = psutil.Process(process.pid)
+        same = abs(found.create_time() - process.create_time) < _CLOCK_SLACK_S
+        return found if same and found.status() != psutil.STATUS_ZOMBIE else None
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return None
+
+
+def live(record: RunRecord) -> bool:
+    """Whether the record's server runs, or is about to: its keeper lives and has not started it yet."""
+    if record.server is not None:
+        return alive(record.server)
+    return record.state == "starting" and alive(record.keeper)
+
+
+# ------------------------------------------------------------------------------------------ records
+
+
+def write_json(path: Path, document: object, mode: int = 0o600) -> None:
+    """Replace a file by a JSON document in one step. Records hold paths and arguments: for the owner only."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as out:
+            json.dump(document, out, indent=1)
+            out.flush()
+            os.fsync(out.fileno())
+        Path(name).chmod(mode)
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def record_path(slug: str) -> Path:
+    """Where the record of a slug is kept."""
+    return runs_dir() / f"{stem(slug)}.json"
+
+
+def to_dict(record: RunRecord) -> dict[str, Any]:
+    """JSON form of a record."""
+    return {"schema_version": SCHEMA, **asdict(record)}
+
+
+def from_dict(document: object) -> RunRecord:
+    """A record from its JSON form. Raises KeyError, TypeError or ValueError when it is not one."""
+    if not isinstance(document, dict):
+        msg = "not an object"
+        raise TypeError(msg)
+    fields = {k: v for k, v in document.items() if k in RunRecord.__dataclass_fields__}
+
+    def identity(value: Mapping[str, Any] | None) -> ProcessId | None:
+        return None if value is None else ProcessId(pid=int(value["pid"]), create_time=float(value["create_time"]))
+
+    fields["server"] = identity(fields["server"])
+    fields["keeper"] = identity(fields["keeper"])
+    fields["rpc_servers"] = tuple(p for p in map(identity, fields["rpc_servers"]) if p)
+    fields["rpc_endpoints"] = tuple(fields["rpc_endpoints"])
+    fields["argv"] = tuple(fields["argv"])
+    return RunRecord(**fields)
+
+
+def write(record: RunRecord) -> None:
+    """Keep a record; replaces an older one of the same slug."""
+    write_json(record_path(record.slug), to_dict(record))
+
+
+def read(slug: str) -> RunRecord | None:
+    """The record of a slug, None when there is none or it cannot be read."""
+    return _read(record_path(slug))
+
+
+def _read(path: Path) -> RunRecord | None:
+    try:
+        return from_dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def update(record: RunRecord, **changes: Any) -> RunRecord:
+    """Change fields of the stored record, if it still is this run; keeper and command line both do.
+
+    Returns the record as it is now stored, or the given one with the changes when the run was forgotten.
+    """
+    with _held(locks_dir() / f"record-{stem(record.slug)}.lock"):
+        stored = read(record.slug)
+        if stored is None or stored.started_at != record.started_at:
+            return replace(record, **changes)
+        now = replace(stored, **changes)
+        write(now)
+        return now
+
+
+def forget(record: RunRecord) -> None:
+    """Drop the record of a run and its stop marker; an other run of the same slug is left alone."""
+    with _held(locks_dir() / f"record-{stem(record.slug)}.lock"):
+        stored = read(record.slug)
+        if stored is None or stored.started_at == record.started_at:
+            record_path(record.slug).unlink(missing_ok=True)
+            marker_path(record.slug).unlink(missing_ok=True)
+
+
+def records() -> tuple[RunRecord, ...]:
+    """Every readable record, oldest start first."""
+    found = (_read(path) for path in sorted(runs_dir().glob("*.json")))
+    return tuple(sorted((r for r in found if r is not None), key=lambda r: (r.started_at, r.slug)))
+
+
+def running() -> tuple[RunRecord, ...]:
+    """Records of servers that run or are being started."""
+    return tuple(r for r in records() if live(r))
+
+
+def survey() -> tuple[Seen, ...]:
+    """Every record beside the truth: those whose server is gone say how it ended, if anybody saw it."""
+    ends = history()
+    return tuple(_seen(record, ends) for record in records())
+
+
+def _seen(record: RunRecord, ends: tuple[RunEnd, ...]) -> Seen:
+    if live(record):
+        return Seen(record=record, alive=True, end=None, how="running" if record.state == "ready" else "starting")
+    end = end_of(record, ends)
+    return Seen(record=record, alive=False, end=end, how=describe(end))
+
+
+def describe(end: RunEnd | None) -> str:
+    """One phrase for how a run ended."""
+    if end is None:
+        return "ended, nobody saw how"
+    if end.signal:
+        return f"{end.reason} ({end.signal})"
+    return end.reason if end.exit_code is None else f"{end.reason} (exit code {end.exit_code})"
+
+
+# ----------------------------------------------------------------------------------- stop and history
+
+
+def marker_path(slug: str) -> Path:
+    """The file that says that an end was asked for."""
+    return runs_dir() / f"{stem(slug)}.stop"
+
+
+def ask_stop(record: RunRecord) -> None:
+    """Say, before any signal is sent, that this end is wanted, by whom and when."""
+    by = {"started_at": record.started_at, "pid": os.getpid(), "command": _own_command(), "at": time.time()}
+    write_json(marker_path(record.slug), by)
+
+
+def stop_asked(record: RunRecord) -> str | None:
+    """Who asked for the end of exactly this run (`pid 12, switch demo/b`), None when nobody did."""
+    try:
+        marker = json.loads(marker_path(record.slug).read_text(encoding="utf-8"))
+        by = f"pid {marker['pid']}, {marker['command']}"
+        return by if marker["started_at"] == record.started_at else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def append_history(end: RunEnd) -> None:
+    """Add one line; a line is one write, so that two keepers do not mix theirs."""
+    line = json.dumps({"schema_version": SCHEMA, **asdict(end)}) + "\n"
+    handle = os.open(history_path(), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    try:
+        os.write(handle, line.encode())
+    finally:
+        os.close(handle)
+
+
+def history() -> tuple[RunEnd, ...]:
+    """Every ended run, oldest first; lines that cannot be read are passed over."""
+    try:
+        lines = history_path().read_text(encoding="utf-8", errors="replace").splitlines()
+    except FileNotFoundError:
+        return ()
+    ends = []
+    for line in lines:
+        with contextlib.suppress(ValueError, TypeError):
+            document = dict(json.loads(line))
+            ends.append(RunEnd(**{k: v for k, v in document.items() if k in RunEnd.__dataclass_fields__}))
+    return tuple(ends)
+
+
+def end_of(record: RunRecord, ends: tuple[RunEnd, ...] | None = None) -> RunEnd | None:
+    """How exactly this run ended, None when nobody wrote it down."""
+    found = history() if ends is None else ends
+    return next((e for e in reversed(found) if e.slug == record.slug and e.started_at == record.started_at), None)
+
+
+# -------------------------------------------------------------------------------------------- locks
+
+
+@contextlib.contextmanager
+def lock(name: str, holder_text: str = "") -> Iterator[None]:
+    """Hold an exclusive lock of that name; the kernel lets go of it when we die, however that happens.
+
+    The descriptor is not inherited by children: an engine that outlives us does not hold it.
+    Raises Locked (id locked) at once, naming pid and command of the holder.
+    """
+    path = locks_dir() / f"{stem(name)}.lock"
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise _locked(name, path) from None
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, json.dumps({"pid": os.getpid(), "command": holder_text or _own_command()}).encode(), 0)
+        try:
+            yield
+        finally:
+            os.ftruncate(handle, 0)
+            # Said, not left to close(): a child between fork and exec still has the descriptor.
+            fcntl.flock(handle, fcntl.LOCK_UN)
+    finally:
+        os.close(handle)
+
+
+def _locked(name: str, path: Path) -> Locked:
+    pid, command = 0, "unknown command"
+    for _ in range(20):  # the holder writes its name just after it got the lock
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            holder = json.loads(path.read_text(encoding="utf-8"))
+            pid, command = int(holder["pid"]), str(holder["command"])
+            break
+        time.sleep(0.01)
+    return Locked(
+        "locked",
+        f"another operation holds the lock `{name}`: pid {pid}, `{command}`",
+        context=str(path),
+        fix=f"wait for it, or end it: kill {pid}" if pid else "wait a moment and try again",
+    )
+
+
+@contextlib.contextmanager
+def _held(path: Path) -> Iterator[None]:
+    """A short wait-for-it lock around a read-change-write."""
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _own_command() -> str:
+    return " ".join([Path(sys.argv[0]).name or "python", *sys.argv[1:]])

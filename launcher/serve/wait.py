@@ -1,0 +1,258 @@
+"""Wait for a started server by its progress, not by a clock, and read why it failed.
+
+Ready means all of: /health 200, our process owns the port, /v1/models says our alias, one real answer.
+There is no time-out while it makes progress (memory, bytes read, processor time, log): big models take ten minutes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import psutil
+
+from launcher.errors import EngineFailed
+from launcher.serve import native, ports, server, state
+from launcher.serve.causes import known_cause
+from launcher.structs import Plan, RunRecord
+from launcher.units import MIB
+
+# (stage, bytes loaded, bytes in all or None, seconds since the start)
+Progress = Callable[[str, int, int | None, float], None]
+_ANSWER_TOKENS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Signs:
+    """Counters of a process that only move while it does something."""
+
+    rss_bytes: int
+    read_bytes: int
+    cpu_s: float
+    log_bytes: int
+    device_bytes: int
+
+    def moved_since(self, before: Signs) -> bool:
+        """Progress beyond what our own questions cause: each of them costs a few KiB and well under 1 ms."""
+        return (
+            abs(self.rss_bytes - before.rss_bytes) >= MIB
+            or self.read_bytes - before.read_bytes >= MIB
+            or self.cpu_s - before.cpu_s >= 1.0
+            or self.log_bytes != before.log_bytes
+            or abs(self.device_bytes - before.device_bytes) >= MIB
+        )
+
+
+def wait_ready(
+    record: RunRecord,
+    *,
+    plan: Plan | None = None,
+    total_bytes: int | None = None,
+    on_progress: Progress | None = None,
+    stall_s: float = 120.0,
+    tick_s: float = 0.25,
+) -> RunRecord:
+    """Wait until the server of this record answers; returns the record, marked ready.
+
+    total_bytes  what there is to load, for the progress; default: the plan's model file
+    stall_s      give up after this long without any sign of progress
+
+    Raises EngineFailed: engine-exited, engine-stalled, port-shared, wrong-alias, engine-no-answer. The server, if
+    it still runs, is left to the caller, who stops it; so does a KeyboardInterrupt pass through unchanged.
+    """
+    watch = _Watch(record, plan, total_bytes, on_progress, stall_s, tick_s)
+    with server.client_of(record) as client:
+        for _ in watch.ticks("starting"):
+            status = client.health()
+            if status == 200:
+                break
+            if status:
+                watch.stage = "loading"
+        watch.stage = "checking"
+        _check_port(record)
+        _check_alias(record, client)
+        watch.answer()
+    return state.update(record, state="ready", ready_at=time.time())
+
+
+class _Watch:
+    """Looks at the process on every tick: has it ended, does it move."""
+
+    def __init__(
+        self,
+        record: RunRecord,
+        plan: Plan | None,
+        total_bytes: int | None,
+        on_progress: Progress | None,
+        stall_s: float,
+        tick_s: float,
+    ) -> None:
+        self.record, self.plan, self.on_progress = record, plan, on_progress
+        self.total_bytes = total_bytes if total_bytes is not None or plan is None else plan.model.file_bytes
+        self.stall_s, self.tick_s = stall_s, tick_s
+        self.stage = ""
+        self.started = time.monotonic()
+        self.on_cards = any(word.startswith("CUDA") for word in record.argv)
+
+    def ticks(self, stage: str) -> Iterator[None]:
+        """One turn a tick for as long as the server lives and moves; raises EngineFailed when it does not."""
+        self.stage = stage
+        last, moved_at = self._signs(), time.monotonic()
+        while True:
+            if not native.live(self.record):
+                raise exited(self.record, self.stage, self.plan)
+            now = self._signs()
+            if now.moved_since(last):
+                last, moved_at = now, time.monotonic()
+            elif time.monotonic() - moved_at > self.stall_s:
+                raise self._stalled()
+            if self.on_progress:
+                self.on_progress(self.stage, self._loaded(now), self.total_bytes, time.monotonic() - self.started)
+            yield
+            time.sleep(self.tick_s)
+
+    def answer(self) -> None:
+        """One short completion, watched like the load: the first one may have to fault in a whole model."""
+        box: list[dict[str, object] | httpx.HTTPError] = []
+
+        def ask() -> None:
+            with server.client_of(self.record, timeout_s=None) as client:
+                try:
+                    messages = [{"role": "user", "content": "Say hi."}]
+                    box.append(client.chat(messages, max_tokens=_ANSWER_TOKENS, temperature=0.0, cache_prompt=False))
+                except httpx.HTTPError as error:
+                    box.append(error)
+
+        asking = threading.Thread(target=ask, daemon=True)
+        asking.start()
+        for _ in self.ticks("answering"):
+            asking.join(self.tick_s)
+            if not asking.is_alive():
+                break
+        reply = box[0] if box else httpx.HTTPError("no reply")
+        if isinstance(reply, httpx.HTTPError):
+            if not native.live(self.record):
+                raise exited(self.record, self.stage, self.plan)
+            body = reply.response.text[:300] if isinstance(reply, httpx.HTTPStatusError) else str(reply)
+            raise self._no_answer(f"the first question failed: {body}")
+        usage = reply.get("usage")
+        tokens = usage.get("completion_tokens", 0) if isinstance(usage, dict) else 0
+        if not tokens and not server.answer_text(reply):
+            raise self._no_answer("the first question got an empty answer")
+
+    def _signs(self) -> Signs:
+        found = state.proc(self.record.server)
+        rss = read = 0
+        cpu = 0.0
+        if found is not None:
+            with contextlib.suppress(psutil.Error):
+                with found.oneshot():
+                    rss, times = found.memory_info().rss, found.cpu_times()
+                    cpu = times.user + times.system
+                counters = found.io_counters()
+                read = max(counters.read_chars, counters.read_bytes)
+        log = Path(self.record.log_path)
+        size = log.stat().st_size if log.exists() else 0
+        return Signs(rss, read, cpu, size, _device_bytes(found.pid) if found and self.on_cards else 0)
+
+    def _loaded(self, signs: Signs) -> int:
+        """Bytes of the model that went past: read() counts them, a mapped file shows up as resident memory."""
+        loaded = max(signs.read_bytes, signs.rss_bytes)
+        return loaded if self.total_bytes is None else min(loaded, self.total_bytes)
+
+    def _stalled(self) -> EngineFailed:
+        return EngineFailed(
+            "engine-stalled",
+            f"{self.record.slug} made no progress for {self.stall_s:.0f} s while {self.stage}",
+            context=f"last lines of {self.record.log_path}:\n{native.tail(self.record.log_path)}",
+            fix=f"launcher logs, then launcher stop {self.record.slug}",
+        )
+
+    def _no_answer(self, what: str) -> EngineFailed:
+        cause = known_cause(native.tail(self.record.log_path, 200), None, None, self.plan)
+        return EngineFailed(
+            "engine-no-answer",
+            f"{self.record.slug} is up, but {what}" + (f"; {cause.text}" if cause else ""),
+            context=f"last lines of {self.record.log_path}:\n{native.tail(self.record.log_path)}",
+            fix=cause.fix if cause else f"launcher logs, then launcher stop {self.record.slug}",
+        )
+
+
+def exited(record: RunRecord, stage: str, plan: Plan | None = None) -> EngineFailed:
+    """The error for a server that ended: how, in which stage, its last 30 log lines and the cause when known."""
+    end = None
+    for _ in range(40):  # its keeper writes the end a moment after it
+        end = state.end_of(record)
+        if end is not None or not native.alive(record.keeper):
+            break
+        time.sleep(0.05)
+    end = end or state.end_of(record)
+    how = "nobody saw how" if end is None else end.signal or f"exit code {end.exit_code}"
+    if end is not None and end.reason == "stopped":
+        how, cause = f"stopped by somebody, {how}; the log says by whom", None
+    else:
+        code, name = (end.exit_code, end.signal) if end else (None, None)
+        cause = known_cause(native.tail(record.log_path, 200), code, name, plan)
+    return EngineFailed(
+        "engine-exited",
+        f"llama-server ended while {stage} ({how})" + (f": {cause.text}" if cause else ""),
+        context=f"last lines of {record.log_path}:\n{native.tail(record.log_path)}",
+        fix=cause.fix if cause else f"launcher logs -n 200, then launcher plan {record.slug}",
+    )
+
+
+def _check_port(record: RunRecord) -> None:
+    """Only our process may listen there: engines share a port without a word, and half the requests go astray."""
+    found = state.proc(record.server)
+    ours: set[int | None] = set()
+    if found is not None:
+        with contextlib.suppress(psutil.Error):
+            ours = {found.pid, *(child.pid for child in found.children(recursive=True))}
+    here = ports.listeners(record.host, record.port)
+    others = here - ours
+    if here & ours and not others:
+        return
+    who = ", ".join(f"pid {pid}" if pid else "a process of another user" for pid in others) or "nobody we can see"
+    raise EngineFailed(
+        "port-shared",
+        f"port {record.port} is not ours alone: {who} listens there"
+        + ("" if here & ours else f" instead of pid {record.server.pid if record.server else '?'}"),
+        context=f"last lines of {record.log_path}:\n{native.tail(record.log_path)}",
+        fix=f"add --port {ports.free_port(record.host, record.port + 1)}",
+    )
+
+
+def _check_alias(record: RunRecord, client: server.Client) -> None:
+    try:
+        names = client.models()
+    except (httpx.HTTPError, KeyError, ValueError, TypeError) as error:
+        names = (f"no list of models ({error})",)
+    if record.alias not in names:
+        raise EngineFailed(
+            "wrong-alias",
+            f"the server on port {record.port} calls itself {', '.join(names)}, not {record.alias}",
+            context=f"last lines of {record.log_path}:\n{native.tail(record.log_path)}",
+            fix=f"launcher stop {record.slug}, then look who else answers on port {record.port}",
+        )
+
+
+def _device_bytes(pid: int) -> int:
+    """What a process holds on all cards, as NVML says; 0 where it cannot say."""
+    import pynvml
+
+    total = 0
+    try:
+        pynvml.nvmlInit()
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            card = pynvml.nvmlDeviceGetHandleByIndex(index)
+            for process in pynvml.nvmlDeviceGetComputeRunningProcesses(card):
+                if process.pid == pid:
+                    total += process.usedGpuMemory or 0
+    except pynvml.NVMLError:
+        return total
+    return total

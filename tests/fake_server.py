@@ -1,0 +1,173 @@
+"""A real child process that plays llama-server, for failures which a real one does not produce on demand.
+
+    python tests/fake_server.py --host H --port P --alias NAME [behaviour ...]
+
+It listens before it "loads", answers 503 while it does, then serves /health, /props, /v1/models, /slots and
+/v1/chat/completions. Flags of the real server that it does not need are accepted and passed over.
+Only the standard library is imported: it starts in a few hundredths of a second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+FAILURES = {
+    "oom": (
+        "ggml_backend_cuda_buffer_type_alloc_buffer: allocating 9815.00 MiB on device 1: "
+        "cudaMalloc failed: out of memory\n"
+        "alloc_tensor_range: failed to allocate CUDA1 buffer of size 10291773440\n"
+        "llama_model_load: error loading model: unable to allocate CUDA1 buffer\n"
+        "srv  load_model: failed to load model, 'x.gguf'\nmain: exiting due to model loading error\n"
+    ),
+    "pinned": (
+        "ggml_cuda_host_malloc: failed to allocate 141362.00 MiB of pinned memory: out of memory\n"
+        "CUDA error: out of memory\n"
+    ),
+    "arg": "error: invalid argument: --no-mmap\n",
+    "disguise": "E layer 0 is assigned to device CPU but fused Gated Delta Net tensors are on CUDA1\n",
+}
+
+
+def options(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8080)
+    parser.add_argument("--alias", default="fake")
+    parser.add_argument("--api-key-file")
+    parser.add_argument("--load-s", type=float, default=0.0, help="answer 503 for this long, allocating meanwhile")
+    parser.add_argument("--silent", action="store_true", help="while loading: no log line, no allocation")
+    parser.add_argument("--hang", action="store_true", help="never get ready")
+    parser.add_argument("--ignore-sigterm", action="store_true")
+    parser.add_argument("--fail", choices=sorted(FAILURES), help="print what the real one prints, exit 1")
+    parser.add_argument("--exit-after", type=float, help="exit that many seconds after the start")
+    parser.add_argument("--exit-code", type=int, default=0, help="with --exit-after")
+    parser.add_argument("--die-by", help="with --exit-after: kill itself with this signal instead")
+    parser.add_argument("--wrong-alias", action="store_true")
+    parser.add_argument("--no-answer", choices=["error", "empty", "never"])
+    parser.add_argument("--thinks", action="store_true", help="the answer comes as reasoning_content")
+    parser.add_argument("--print-env", help="write the environment there as JSON")
+    parser.add_argument("--child", action="store_true", help="start a child of its own in the same group")
+    return parser.parse_known_args(argv)[0]
+
+
+class Handler(BaseHTTPRequestHandler):
+    opts: argparse.Namespace
+    ready_at: float
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def reply(self, status: int, body: object) -> None:
+        data = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def loading(self) -> bool:
+        if self.opts.hang or time.monotonic() < self.ready_at:
+            error = {"message": "Loading model", "type": "unavailable_error", "code": 503}
+            self.reply(503, {"error": error})
+            return True
+        return False
+
+    def do_GET(self) -> None:
+        if self.loading():
+            return
+        alias = "somebody-else" if self.opts.wrong_alias else self.opts.alias
+        pages = {
+            "/health": {"status": "ok"},
+            "/props": {"model_alias": alias, "total_slots": 1, "default_generation_settings": {"n_ctx": 2048}},
+            "/v1/models": {"data": [{"id": alias, "aliases": [alias], "meta": {"n_ctx": 2048}}]},
+            "/slots": [{"id": 0, "n_ctx": 2048, "is_processing": False}],
+        }
+        if self.opts.api_key_file and self.path != "/health":
+            with Path(self.opts.api_key_file).open() as keys:
+                if self.headers.get("Authorization") != "Bearer " + keys.readline().strip():
+                    self.reply(401, {"error": {"message": "Invalid API Key", "code": 401}})
+                    return
+        self.reply(200, pages[self.path]) if self.path in pages else self.reply(404, {"error": "no such page"})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))))
+        if self.loading():
+            return
+        if self.opts.no_answer == "never":
+            time.sleep(3600)
+        if self.opts.no_answer == "error":
+            self.reply(500, {"error": {"message": "decode failed", "code": 500}})
+            return
+        empty = self.opts.no_answer == "empty"
+        said = "" if empty else "hi"
+        message = {"role": "assistant", "content": said}
+        if self.opts.thinks:
+            message = {"role": "assistant", "content": "", "reasoning_content": said}
+        tokens = 0 if empty else min(2, body.get("max_tokens", 2))
+        timings = {"prompt_n": 3, "predicted_n": tokens, "predicted_ms": 10.0}
+        usage = {"completion_tokens": tokens, "prompt_tokens": 3, "total_tokens": 3 + tokens}
+        self.reply(200, {"choices": [{"message": message}], "usage": usage, "timings": timings})
+
+
+class Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def server_bind(self) -> None:
+        # As the real one does: a second server on the same port is not noticed.
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        super().server_bind()
+
+
+def leave(opts: argparse.Namespace) -> None:
+    if opts.die_by:
+        os.kill(os.getpid(), signal.Signals[opts.die_by])
+        time.sleep(5)
+    os._exit(opts.exit_code)
+
+
+def main() -> int:
+    opts = options(sys.argv[1:])
+    if opts.ignore_sigterm:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if opts.print_env:
+        Path(opts.print_env).write_text(json.dumps(dict(os.environ)))
+    if opts.child and os.fork() == 0:
+        time.sleep(3600)
+        os._exit(0)
+    if opts.exit_after is not None:
+        threading.Timer(opts.exit_after, leave, [opts]).start()
+    if opts.fail == "arg":
+        sys.stderr.write(FAILURES["arg"])
+        return 1
+    Handler.opts = opts
+    Handler.ready_at = time.monotonic() + opts.load_s
+    server = Server((opts.host, opts.port), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    if opts.fail:
+        time.sleep(opts.load_s)
+        sys.stderr.write(FAILURES[opts.fail])
+        return 1
+    held = []
+    while time.monotonic() < Handler.ready_at:
+        if not opts.silent:
+            held.append(b"x" * (2 << 20))
+            sys.stderr.write(f"load_tensors: piece {len(held)}\n")
+            sys.stderr.flush()
+        time.sleep(0.05)
+    sys.stderr.write(f"main: model loaded\nmain: listening on http://{opts.host}:{opts.port}\n")
+    sys.stderr.flush()
+    while True:
+        time.sleep(3600)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

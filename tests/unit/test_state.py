@@ -1,0 +1,216 @@
+"""Records, history and locks on disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import psutil
+import pytest
+
+from launcher.errors import Locked
+from launcher.serve import state
+from launcher.structs import ProcessId, RunEnd, RunRecord
+
+
+def record(slug: str = "demo/a", **changes: object) -> RunRecord:
+    found = RunRecord(
+        slug=slug,
+        server=None,
+        keeper=None,
+        rpc_servers=(),
+        rpc_endpoints=("127.0.0.1:50052",),
+        argv=("llama-server", "-m", "/m/ü.gguf"),
+        env_set={"LC_ALL": "C"},
+        host="127.0.0.1",
+        port=8030,
+        alias="a",
+        log_path="/tmp/x.log",
+        state="ready",
+        started_at=1000.5,
+    )
+    return replace(found, **changes)
+
+
+def end(of: RunRecord, **changes: object) -> RunEnd:
+    found = RunEnd(
+        slug=of.slug,
+        pid=1,
+        started_at=of.started_at,
+        ended_at=2000.0,
+        exit_code=1,
+        signal=None,
+        reason="crashed",
+        last_rss_bytes=None,
+        log_path=of.log_path,
+    )
+    return replace(found, **changes)
+
+
+def me() -> ProcessId:
+    found = state.identify(os.getpid())
+    assert found is not None
+    return found
+
+
+def test_a_record_comes_back_as_it_went() -> None:
+    full = record(server=ProcessId(pid=1, create_time=1.25), rpc_servers=(ProcessId(pid=2, create_time=2.5),))
+    state.write(full)
+    assert state.read("demo/a") == full
+    assert state.records() == (full,)
+
+
+def test_slugs_and_paths_have_files_of_their_own() -> None:
+    names = ["demo/a", "demo__a", "/tmp/models/a.gguf", "/" + "x/" * 200 + "a.gguf", "..", "a b"]
+    stems = [state.stem(n) for n in names]
+    assert stems[0] == "demo__a"
+    assert all(len(s) < 140 and "/" not in s and not s.startswith(".") for s in stems)
+    assert len(set(stems) - {"demo__a"}) == 4
+
+
+def test_records_are_for_their_owner_only() -> None:
+    state.write(record())
+    assert state.record_path("demo/a").stat().st_mode & 0o777 == 0o600
+
+
+def test_damaged_records_are_passed_over() -> None:
+    state.write(record())
+    (state.runs_dir() / "half.json").write_text('{"slug": "x"')
+    (state.runs_dir() / "other.json").write_text('{"slug": "x"}')
+    (state.runs_dir() / "list.json").write_text("[]")
+    assert [r.slug for r in state.records()] == ["demo/a"]
+
+
+def test_alive_wants_pid_and_create_time() -> None:
+    assert state.alive(me())
+    assert not state.alive(replace(me(), create_time=me().create_time - 60))
+    assert not state.alive(None)
+
+
+def test_a_dead_child_that_nobody_waited_for_is_not_alive() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "pass"])
+    identity = state.identify(child.pid)
+    deadline = time.monotonic() + 5
+    while state.alive(identity) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not state.alive(identity)
+    child.wait()
+
+
+def test_survey_tells_running_from_ended_and_how() -> None:
+    state.write(record("demo/a", server=me()))
+    gone = ProcessId(pid=me().pid, create_time=1.0)
+    crashed = record("demo/b", server=gone, state="failed", started_at=1001.0)
+    state.write(crashed)
+    state.write(record("demo/c", server=gone, started_at=1002.0))
+    state.append_history(end(crashed))
+    state.append_history(end(replace(crashed, started_at=5.0), reason="stopped"))
+    assert [(s.record.slug, s.alive, s.how) for s in state.survey()] == [
+        ("demo/a", True, "running"),
+        ("demo/b", False, "crashed (exit code 1)"),
+        ("demo/c", False, "ended, nobody saw how"),
+    ]
+    assert [r.slug for r in state.running()] == ["demo/a"]
+
+
+def test_a_start_without_a_server_yet_lives_by_its_keeper() -> None:
+    assert state.live(record(state="starting", keeper=me()))
+    assert not state.live(record(state="starting", keeper=None))
+
+
+def test_history_is_one_line_each_and_survives_a_bad_one() -> None:
+    first, second = end(record()), end(record(), signal="SIGKILL", exit_code=None)
+    state.append_history(first)
+    with state.history_path().open("a") as out:
+        out.write('{"slug": \n[]\n')
+    state.append_history(second)
+    assert state.history() == (first, second)
+    assert json.loads(state.history_path().read_text().splitlines()[0])["schema_version"] == 1
+    assert state.describe(second) == "crashed (SIGKILL)"
+
+
+def test_update_and_forget_touch_their_own_run_only() -> None:
+    old, new = record(started_at=1.0), record(started_at=2.0)
+    state.write(new)
+    assert state.update(old, state="failed").state == "failed"
+    state.forget(old)
+    assert state.read("demo/a") == new
+    assert state.update(new, ready_at=3.0) == state.read("demo/a")
+    state.forget(new)
+    assert state.read("demo/a") is None
+    state.forget(new)
+
+
+def test_the_stop_marker_is_for_one_run() -> None:
+    state.ask_stop(record())
+    assert (state.stop_asked(record()) or "").startswith(f"pid {os.getpid()}, ")
+    assert not state.stop_asked(record(started_at=7.0))
+
+
+HOLD = """
+import sys, time
+from launcher.serve import state
+with state.lock("cards", "launcher switch demo/a"):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def hold() -> subprocess.Popen[str]:
+    child = subprocess.Popen([sys.executable, "-c", HOLD], stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    assert child.stdout.readline() == "held\n"
+    return child
+
+
+def test_a_held_lock_names_its_holder_and_a_killed_holder_lets_go() -> None:
+    child = hold()
+    try:
+        with pytest.raises(Locked) as error, state.lock("cards"):
+            pass
+        assert error.value.exit_code == 10
+        assert error.value.reference == "locked"
+        assert f"pid {child.pid}" in error.value.message
+        assert "launcher switch demo/a" in error.value.message
+        assert error.value.fix == f"wait for it, or end it: kill {child.pid}"
+    finally:
+        child.kill()
+        child.communicate()
+    with state.lock("cards"):
+        pass
+
+
+HOLD_AND_SPAWN = """
+import subprocess, sys, time
+from launcher.serve import state
+code = "print('up', flush=True); import time; time.sleep(60)"
+with state.lock("cards"):
+    child = subprocess.Popen([sys.executable, "-c", code], close_fds=False)
+    time.sleep(60)
+"""
+
+
+def test_a_child_that_outlives_a_killed_holder_does_not_hold_its_lock() -> None:
+    holder = subprocess.Popen([sys.executable, "-c", HOLD_AND_SPAWN], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "up\n"
+    (child,) = psutil.Process(holder.pid).children()
+    try:
+        holder.kill()
+        holder.wait()
+        with state.lock("cards"):
+            assert child.is_running()
+    finally:
+        child.kill()
+        holder.communicate()
+
+
+def test_a_lock_is_free_again_after_an_error_inside() -> None:
+    with pytest.raises(RuntimeError), state.lock("cards"):
+        raise RuntimeError
+    with state.lock("cards"):
+        pass
