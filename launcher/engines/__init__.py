@@ -1,0 +1,1 @@
+"""Engines side by side; building the pinned one."""

@@ -1,0 +1,1 @@
+"""FIND and FETCH model files: the only folder that downloads weights."""
