@@ -14,6 +14,11 @@ HERE = Path(__file__).parent
 REPLICA_CACHE = Path(os.environ.get("LAUNCHER_TEST_CACHE", Path.home() / ".cache" / "llama-launcher-tests"))
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--update-golden` rewrites the golden plans instead of comparing with them."""
+    parser.addoption("--update-golden", action="store_true", help="rewrite tests/golden/plans")
+
+
 @pytest.fixture(autouse=True)
 def launcher_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty home for config, state and cache; nothing of the user's environment reaches a test."""

@@ -1,0 +1,123 @@
+"""The engine's own memory breakdowns (tests/golden/engine_rows.jsonl) with their command lines understood."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from launcher.planner.owner import owners
+from launcher.planner.shape import ModelShape, model_shape
+from launcher.structs import Settings
+from launcher.units import MIB
+from tests.models import SPECS, replica_header
+from tests.replicas.make_replica import load_spec
+
+ROWS = Path(__file__).parent / "golden" / "engine_rows.jsonl"
+
+
+@lru_cache(maxsize=1)
+def shapes() -> dict[str, ModelShape]:
+    """Every replica's shape by model name."""
+    return {load_spec(str(p))["name"]: model_shape(replica_header(p.stem)) for p in sorted(SPECS.glob("*.yaml"))}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One line of engine_rows.jsonl with its command line understood. Bytes are those printed, MiB rows truncated."""
+
+    model: str
+    backend: str
+    tag: str
+    full: bool
+    mib: bool
+    settings: Settings
+    owned: tuple[int | None, ...]
+    resident: tuple[bool, ...]
+    override: bool
+    devices: list[list[int]]
+    host: list[int]
+    draft: dict[str, Any] | None
+    odd_flags: bool  # a flag that Settings does not know, beyond weights
+
+    @property
+    def shape(self) -> ModelShape:
+        return shapes()[self.model]
+
+    @property
+    def unit(self) -> int:
+        return MIB if self.mib else 1
+
+    def slots(self, k: int) -> range:
+        own = [i for i, o in enumerate(self.owned) if o == k]
+        return range(own[0], own[-1] + 1) if own else range(0)
+
+    def moe(self, k: int | None = None) -> list[int]:
+        """Loaded layers with experts, of one device or of all."""
+        return [
+            layer.index
+            for layer in self.shape.layers
+            if layer.bundle.file and (k is None or self.owned[layer.index] == k)
+        ]
+
+
+def _flags(args: str) -> dict[str, str]:
+    words = shlex.split(args.replace("\\", "\\\\"))
+    return {
+        w: (words[i + 1] if i + 1 < len(words) and not words[i + 1].startswith("-") else "")
+        for i, w in enumerate(words)
+        if w.startswith("-") and not w[1:2].isdigit()
+    }
+
+
+@lru_cache(maxsize=1)
+def rows() -> list[Row]:
+    """All 937 rows."""
+    found = []
+    for line in ROWS.read_text().splitlines():
+        r = json.loads(line)
+        shape, flags = shapes()[r["model"]], _flags(r["args"])
+        n_devices = len(r["devices"])
+        split = [float(x) for x in flags["-ts"].split(",")] if "-ts" in flags else [1.0] * n_devices
+        rule = flags.get("-ot", "")
+        first_host = int(flags.get("-ncmoe", 0))
+        resident = tuple(
+            not rule or "99999" in rule or ("[02468]" in rule and i % 2 == 1) for i in range(shape.n_layer)
+        )
+        n_parallel = int(flags.get("-np", 1))
+        settings = Settings(
+            n_ctx_per_stream=int(flags["-c"]) // n_parallel,
+            n_parallel=n_parallel,
+            kv_unified="-kvu" in flags,
+            n_batch=int(flags.get("-b", 2048)),
+            n_ubatch=int(flags.get("-ub", 512)),
+            type_k=flags.get("-ctk", "f16"),
+            type_v=flags.get("-ctv", "f16"),
+            flash_attn="off" if flags.get("-fa") == "off" else "on",
+            drafter_type=flags.get("--spec-type"),
+            draft_n_max=int(flags.get("--spec-draft-n-max", 0)),
+        )
+        found.append(
+            Row(
+                model=r["model"],
+                backend=r["backend"],
+                tag=r["tag"],
+                full=r["full"],
+                mib=r["unit"] == "MiB",
+                settings=settings,
+                owned=owners(shape.n_layer, split if n_devices else [], int(flags.get("-ngl", 999))),
+                resident=tuple(x and i >= first_host for i, x in enumerate(resident)),
+                override=bool(rule) or first_host > 0,
+                devices=r["devices"],
+                host=r["host"],
+                draft=r.get("draft"),
+                # no op offload on CUDA, cache on the host, whole sliding windows, layers left on the CPU
+                odd_flags=("--no-op-offload" in flags and r["backend"] == "cuda")
+                or bool({"-nkvo", "--swa-full"} & flags.keys())
+                or int(flags.get("-ngl", 999)) < 99,
+            )
+        )
+    return found
