@@ -121,7 +121,7 @@ def find_engine(explicit: str | None = None, slug_path: str | None = None) -> En
         if named and named.strip():
             return probe(named.strip(), found_by)
     looked: list[str] = []
-    for candidate, found_by in _candidates():
+    for candidate, found_by in candidates():
         if not candidate.is_file():
             looked.append(f"{candidate}: not there")
             continue
@@ -260,7 +260,8 @@ def _chosen() -> str | None:
     return next((line.strip() for line in lines if line.strip() and not line.startswith("#")), None)
 
 
-def _candidates() -> Iterator[tuple[Path, str]]:
+def candidates() -> Iterator[tuple[Path, str]]:
+    """(path, found by) of every place that is searched without being named, in order."""
     if on_path := shutil.which(NAME):
         yield Path(on_path), "PATH"
     for folder in _BUILD_FOLDERS:

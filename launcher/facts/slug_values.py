@@ -16,7 +16,7 @@ from launcher.facts.yaml_reader import integer, one_of
 from launcher.structs import Status
 
 LOAD_MODES = ("auto", "none", "mmap", "mlock", "mmap+mlock", "dio")
-NUMA_MODES = ("auto", "off", "distribute", "isolate", "numactl", "interleave", "bind")
+NUMA_MODES = ("auto", "off", "distribute", "isolate", "numactl")
 # The engine's --spec-type values that read a draft model (b11434 `common/speculative.cpp`); the ngram-* ones read none.
 DRAFTER_TYPES = ("draft-simple", "draft-eagle3", "draft-mtp", "draft-dflash", "draft-dspark")
 _NGRAM_TYPES = ("ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache")

@@ -167,7 +167,7 @@ def lacks(engine: Engine, abilities: tuple[str, ...]) -> DeviceUnusable:
         "engine-lacks",
         f"this engine lacks {', '.join(abilities)} ({engine.version})",
         context=f"engine: {engine.path}, found by {engine.found_by}; its --help does not name them",
-        fix="launcher engine install     (or --engine PATH for a newer llama-server)",
+        fix="launcher engine install     # or --engine PATH for a newer llama-server",
     )
 
 

@@ -34,7 +34,7 @@ _TABLE: tuple[tuple[str, str, str, str], ...] = (
         "unknown-buffer",
         r"unknown buffer type",
         "a rule names a device that this engine does not have",
-        "launcher plan {target}     (the devices have changed since the plan)",
+        "launcher plan {target}     # the devices have changed since the plan",
     ),
     (
         "bad-value",
@@ -53,7 +53,7 @@ _TABLE: tuple[tuple[str, str, str, str], ...] = (
         r"cudaMallocHost|cudaHostAlloc|cudaHostRegister|[Ff]ailed to allocate [^\n]*pinned"
         r"|(?:failed|unable) to allocate \S*_Host buffer",
         "page-locked host memory could not be had (this is RAM, not card memory)",
-        "launcher plan {target} --load-mode mmap     (under WSL: raise memory= in .wslconfig)",
+        "launcher plan {target} --load-mode mmap     # under WSL: raise memory= in .wslconfig",
     ),
     (
         "device-memory",
@@ -78,7 +78,7 @@ _TABLE: tuple[tuple[str, str, str, str], ...] = (
         r"unable to allocate CPU\S* buffer|failed to allocate CPU\S* buffer|std::bad_alloc|Cannot allocate memory"
         r"|oom_kill",
         "out of host memory",
-        "launcher preflight {target}     (shows the sum)",
+        "launcher preflight {target}     # shows the sum",
     ),
     (
         "device-memory-disguised",
@@ -120,7 +120,7 @@ _TABLE: tuple[tuple[str, str, str, str], ...] = (
         "device-error",
         r"((?:CUDA|HIP|MUSA) error: [^\n]*)",
         "{1}",
-        "launcher doctor",
+        "sudo dmesg | tail     # the driver's own words; then launcher plan {target}",
     ),
     (
         "load-failed",
@@ -133,12 +133,12 @@ _SIGNALS: dict[str, tuple[str, str, str]] = {
     "SIGILL": (
         "illegal-instruction",
         "the engine was built for another processor (illegal instruction)",
-        "launcher engine install     (builds one for this machine)",
+        "launcher engine install     # builds one for this machine",
     ),
     "SIGKILL": (
         "host-memory",
         "the kernel killed it: host RAM (nothing else sends SIGKILL unasked)",
-        "launcher preflight {target}     (shows the sum)",
+        "launcher preflight {target}     # shows the sum",
     ),
     "SIGBUS": (
         "file-changed",

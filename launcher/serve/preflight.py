@@ -97,13 +97,12 @@ def gates(
     if plan_error is not None and model_error is None:
         found.append(_of_error(plan_error))
     if plan is not None:
-        found += [_device(d, target, plan) for d in plan.devices]
-        found.append(_host(plan, target))
+        found += fit(plan)
         if header is not None:
             found.append(_rules(plan, header))
         if plan.refusal and all(g.ok for g in found):
             short = f"{plan.refusal.where} is short by {mib(plan.refusal.short_bytes)} MiB"
-            found.append(Gate(name="does-not-fit", ok=False, detail=short, fix=_way_out(plan, target)))
+            found.append(Gate(name="does-not-fit", ok=False, detail=short, fix=way_out(plan)))
     found.append(_port(port_owner, own_running))
     found += _notes(slug, plan, inventory, host, swap_bytes)
     return tuple(found)
@@ -196,13 +195,18 @@ def _devices(slug: Slug | None, plan: Plan | None, inventory: Inventory) -> Iter
             ok=False,
             detail=f"{slug.name} asks for {floor} devices; there are {len(devices)}",
             context=f"devices: {names}",
-            fix="launcher doctor     (or lower devices.min in a copy of the slug)",
+            fix="nvidia-smi -L     # what the driver sees; for fewer, lower devices.min in a copy of the slug",
         )
     elif floor:
         yield Gate(name="devices", ok=True, detail=f"{len(devices)} ({names}), at least {floor} asked for")
 
 
-def _device(d: DevicePlan, target: str, plan: Plan) -> Gate:
+def fit(plan: Plan) -> tuple[Gate, ...]:
+    """The gates of the sums: every device, then host memory."""
+    return (*(_device(d, plan) for d in plan.devices), _host(plan))
+
+
+def _device(d: DevicePlan, plan: Plan) -> Gate:
     name = d.device.name
     if d.device.free_bytes is None:
         return Gate(name=f"device {name}", ok=True, note=True, detail=f"{name}: free memory unknown")
@@ -222,11 +226,11 @@ def _device(d: DevicePlan, target: str, plan: Plan) -> Gate:
         detail=f"{name} is short by {mib(d.short_bytes)} MiB: needs {mib(d.used_bytes + margin)}, "
         f"has {mib(d.device.free_bytes)} free",
         context=_sum(terms) + (f"\nalso on {name}: {holders}" if holders else ""),
-        fix=_way_out(plan, target),
+        fix=way_out(plan),
     )
 
 
-def _host(plan: Plan, target: str) -> Gate:
+def _host(plan: Plan) -> Gate:
     host = plan.host
     if not host.short_bytes:
         spare = gib(host.available_bytes - host.required_bytes)
@@ -238,7 +242,7 @@ def _host(plan: Plan, target: str) -> Gate:
         detail=f"needs {gib(host.required_bytes)} GiB of RAM, has {gib(host.available_bytes)}, "
         f"short {gib(host.short_bytes)}",
         context=_host_sum(host),
-        fix=_way_out(plan, target),
+        fix=way_out(plan),
     )
 
 
@@ -256,16 +260,23 @@ def _sum(terms: dict[str, int]) -> str:
     return "MiB: " + " + ".join(f"{v:,} {k}" for k, v in parts.items() if v) + f" = {total:,}"
 
 
-def _way_out(plan: Plan, target: str) -> str:
+def way_out(plan: Plan, command: str = "launcher plan") -> str:
+    """The nearest thing that fits as a command with its price; where only memory helps, the nearest that does not."""
     ways = plan.refusal.ways_out if plan.refusal else ()
-    first = next((w for w in ways if w.fits), None)
+    options = [w for w in ways if w.change.startswith("-")]
+    first = next((w for w in ways if w.fits and " more RAM" not in w.change), None)
+    if first is None and options:
+        least = min(options, key=lambda w: w.host_required_bytes)
+        short = max(0, least.host_required_bytes - least.host_available_bytes)
+        why = f"still short {gib(short)} GiB" if short else "does not fit either"
+        memory = next((f"; {w.change}" for w in ways if " more RAM" in w.change), "")
+        return f"{command} {plan.target} {least.change}     # the nearest, {why}{memory}"
     if first is None:
-        return f"launcher plan {target}     (shows what would help)"
-    if first.change.startswith("-"):
-        spare = gib(first.host_available_bytes - first.host_required_bytes)
-        needs = f"{gib(first.host_required_bytes)} GiB of RAM, {spare} spare"
-        return f"launcher plan {target} {first.change}     ({needs})"
-    return f"launcher plan {first.change}"
+        n_ctx = max(1, (plan.settings.n_ctx_per_stream or 2048) // 2048)
+        return f"{command} {plan.target} --ctx {n_ctx}k -ub 512     # a smaller quantisation needs less of everything"
+    line = f"{command} {plan.target} {first.change}" if first.change.startswith("-") else f"{command} {first.change}"
+    spare = gib(first.host_available_bytes - first.host_required_bytes)
+    return f"{line}     # {gib(first.host_required_bytes)} GiB of RAM, {spare} spare"
 
 
 def _rules(plan: Plan, header: ModelHeader) -> Gate:

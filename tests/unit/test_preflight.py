@@ -113,7 +113,7 @@ def test_host_ram_prints_a_sum_that_adds_up_the_shortfall_and_a_way_out() -> Non
     assert gate.context == (
         "MiB: 133,824 experts + 1,010 embedding + 1,368 buffers + 255 checkpoints + 2,048 process = 138,505"
     )
-    assert gate.fix == "launcher plan demo/smol-moe --drafter off     (118.9 GiB of RAM, 2.5 spare)"
+    assert gate.fix == "launcher plan demo/smol-moe --drafter off     # 118.9 GiB of RAM, 2.5 spare"
 
 
 def test_the_host_gate_moves_by_one_bundle() -> None:

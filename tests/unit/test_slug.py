@@ -147,7 +147,7 @@ serve:
   type_v: q4_0
   threads: 12
   load_mode: mmap+mlock
-  numa: interleave
+  numa: distribute
   cache_ram: 2GiB
   checkpoints: 8
 placement:
@@ -170,7 +170,7 @@ extra_args: [--no-warmup, --override-kv, "a.b=int:1", -tb, "8"]
     assert (slug.engine.image, slug.engine.path) == ("a/b:c", "~/llama-server")
     s = slug.serve
     assert (s.alias, s.n_ctx, s.kv_unified, s.n_batch, s.type_v) == ("yes", None, True, 1024, "q4_0")
-    assert (s.threads, s.load_mode, s.numa) == (12, "mmap+mlock", "interleave")
+    assert (s.threads, s.load_mode, s.numa) == (12, "mmap+mlock", "distribute")
     assert (s.cache_ram_bytes, s.checkpoints, s.flash_attn) == (2 * GIB, 8, "auto")
     assert slug.placement.residency == {"CUDA0": (0, 1, 2, 12), "CUDA1": (40, 41, 42)}
     assert slug.placement.margin_bytes == 1536 * MIB
@@ -268,7 +268,7 @@ def test_missing_keys(tmp_path: Path) -> None:
         ("serve: {cache_ram: " + "9" * 400 + "}\n", "is more memory than any machine has"),
         ("serve: {kv_unified: maybe}\n", "serve.kv_unified: expected true or false, found 'maybe'"),
         ("serve: {load_mode: no-mmap}\n", "serve.load_mode: 'no-mmap' is not one of auto, none, mmap"),
-        ("serve: {numa: interleaved}\n", "did you mean 'interleave'?"),
+        ("serve: {numa: distributed}\n", "did you mean 'distribute'?"),
         ("serve: {host: 'a b'}\n", "expected an address or a host name"),
         ("serve: {ctx: 32k}\n", "5:9: unknown key 'ctx': the context is n_ctx"),
         ("n_ctx: 32k\n", "5:1: unknown key 'n_ctx': it belongs below serve"),

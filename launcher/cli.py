@@ -1,0 +1,382 @@
+"""The command line: parse, call one workflow, render, return the exit code. No decision is taken here.
+
+Only typer and the standard library are imported at the top, so that `launcher --help` is fast; a command
+imports its workflow and its renderer when it runs. Errors are caught in one place, `Commands.invoke`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import io
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from functools import wraps
+from typing import Annotated, Any, get_type_hints
+
+import typer
+from typer.core import TyperGroup
+
+from launcher.errors import LauncherError
+
+# typer >= 0.26 carries its own click, older ones import it: this is the family that typer itself reports.
+_USAGE: type[Exception] = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+
+
+class Commands(TyperGroup):
+    """The one place that catches: a refusal becomes three lines and its class's exit code, a bug a kept log."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command; raises typer.Exit with the exit code of contracts.md."""
+        try:
+            code = super().invoke(ctx)
+            sys.stdout.flush()
+        except (_USAGE, typer.Exit, typer.Abort):
+            raise
+        except LauncherError as error:
+            code = _refuse(error)
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            code = 130
+        except BrokenPipeError:
+            # The reader has what it wanted (`| head`); the interpreter must not flush into the closed pipe again.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            code = 0
+        except Exception as error:
+            code = _bug(error, debug=bool(ctx.params.get("debug")))
+        raise typer.Exit(code if isinstance(code, int) else 0)
+
+
+def _refuse(error: LauncherError) -> int:
+    from launcher.render import error as render_error
+
+    sys.stdout.flush()
+    render_error.show(error)
+    return error.exit_code
+
+
+def _bug(error: Exception, *, debug: bool) -> int:
+    from launcher.workflows import crash
+
+    where = crash.keep(error, sys.argv)
+    if debug:
+        traceback.print_exception(error)
+    print(f"error[bug]: {type(error).__name__}: {error} (traceback: {where})".replace("\n", " "), file=sys.stderr)
+    return 1
+
+
+app = typer.Typer(
+    cls=Commands,
+    name="launcher",
+    help="Place big mixture-of-experts GGUF models on small GPUs, prove the placement, serve it with llama.cpp.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+engines = typer.Typer(help="Which llama-server: list, choose, build, look at.", no_args_is_help=True)
+app.add_typer(engines, name="engine", rich_help_panel=None)
+
+
+def _complete_slug(incomplete: str) -> list[str]:
+    from launcher.workflows import catalogue
+
+    return [name for name in catalogue.names() if incomplete in name]
+
+
+TargetArg = Annotated[
+    str,
+    typer.Argument(
+        metavar="TARGET", help="A slug (or a unique ending of one) or a .gguf file.", autocompletion=_complete_slug
+    ),
+]
+SlugArg = Annotated[str, typer.Argument(metavar="SLUG", help="A slug.", autocompletion=_complete_slug)]
+MaybeSlugArg = Annotated[
+    str | None, typer.Argument(metavar="[SLUG]", help="A slug; the one that runs.", autocompletion=_complete_slug)
+]
+JsonOpt = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+YesOpt = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask before a running server is stopped.")]
+ForceOpt = Annotated[bool, typer.Option("--force", help="Serve a slug that is not in production; opens no other gate.")]
+RigOpt = Annotated[str | None, typer.Option("--rig", metavar="FILE", help="Plan for the rig in this file.")]
+EngineOpt = Annotated[str | None, typer.Option("--engine", metavar="PATH", help="The llama-server to use.")]
+BackendOpt = Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="auto: cuda where nvcc and a driver are.")]
+NoEngineOpt = Annotated[bool, typer.Option("--no-engine", help="Formulas alone: no llama-server is run.")]
+
+# name -> (type, option spellings, metavar, help): ours first, llama.cpp's beside it.
+_OVERRIDES: dict[str, tuple[Any, tuple[str, ...], str | None, str]] = {
+    "ctx": (str, ("--ctx",), "N", "Context of one stream, as 200k."),
+    "ctx_total": (str, ("-c", "--ctx-size"), "N", "Context of all streams together, as llama.cpp counts."),
+    "parallel": (int, ("--parallel", "-np"), "N", "Streams."),
+    "batch": (int, ("--batch", "-b", "--batch-size"), "N", "Logical batch."),
+    "ubatch": (int, ("--ubatch", "-ub", "--ubatch-size"), "N", "Micro-batch."),
+    "kv": (str, ("--kv",), "TYPE", "KV cache type: f16, q8_0 or K/V."),
+    "type_k": (str, ("--cache-type-k", "-ctk"), "TYPE", "KV cache type of K."),
+    "type_v": (str, ("--cache-type-v", "-ctv"), "TYPE", "KV cache type of V."),
+    "unified": (bool, ("--unified/--no-unified", "-kvu/-no-kvu"), None, "One KV cache for all streams."),
+    "flash_attn": (str, ("--flash-attn", "-fa"), "on|off|auto", "Flash attention."),
+    "devices": (str, ("--devices", "-dev", "--device"), "LIST", "Devices in order: 0,1 or CUDA0,CUDA1; -CUDA1 omits."),
+    "tensor_split": (str, ("--tensor-split", "-ts"), "N,N", "Layers of each device."),
+    "residency": (str, ("--residency",), "auto|none", "Expert bundles on the devices."),
+    "margin": (str, ("--margin",), "SIZE", "Memory kept free on each device."),
+    "reserve": (list[str], ("--reserve",), "NAME=SIZE", "Memory of a device that is not ours: CUDA0=6GiB."),
+    "drafter": (str, ("--drafter", "-md"), "FILE|off", "Draft model."),
+    "draft_max": (int, ("--draft-max",), "N", "Tokens drafted at once."),
+    "load_mode": (str, ("--load-mode",), "none|mmap|...", "How the file is read."),
+    "threads": (int, ("--threads", "-t"), "N", "CPU threads."),
+    "numa": (str, ("--numa",), "MODE", "NUMA mode of the engine."),
+    "host": (str, ("--host",), "ADDRESS", "Address to listen on."),
+    "port": (int, ("--port",), "N", "Port to listen on."),
+}
+
+
+def _with_overrides(command: Callable[..., int]) -> Callable[..., int]:
+    """The command with every override as an option; it gets those that were given as the mapping `given`."""
+
+    @wraps(command)
+    def run(**kwargs: Any) -> int:
+        given = {name: kwargs.pop(name) for name in _OVERRIDES}
+        return command(**kwargs, given={k: v for k, v in given.items() if v is not None and v != []})
+
+    hints = get_type_hints(command, include_extras=True)
+    own = [p.replace(annotation=hints[n]) for n, p in inspect.signature(command).parameters.items() if n != "given"]
+    shared = [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None,
+            annotation=Annotated[kind | None, typer.Option(*spellings, metavar=metavar, help=text)],
+        )
+        for name, (kind, spellings, metavar, text) in _OVERRIDES.items()
+    ]
+    run.__signature__ = inspect.Signature([*own, *shared])  # type: ignore[attr-defined]
+    run.__annotations__ = {p.name: p.annotation for p in (*own, *shared)}
+    return run
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from launcher import __version__
+
+        typer.echo(f"llama-launcher {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version.")
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of a bug.")] = False,
+) -> None:
+    """Place big mixture-of-experts GGUF models on small GPUs, prove the placement, serve it with llama.cpp."""
+    del version, debug  # _print_version and Commands.invoke read them
+
+
+@app.command("list")
+def list_(
+    everything: Annotated[bool, typer.Option("--all", help="Deprecated slugs too.")] = False, as_json: JsonOpt = False
+) -> int:
+    """The catalogue: what is there, on disk or not, and whether it fits this rig."""
+    from launcher.render import catalogue as screen
+    from launcher.workflows import catalogue
+
+    return screen.show_list(catalogue.entries(everything=everything), as_json=as_json)
+
+
+@app.command()
+def show(slug: SlugArg, as_json: JsonOpt = False) -> int:
+    """One slug with every default filled in."""
+    from launcher.render import catalogue as screen
+    from launcher.workflows import catalogue
+
+    return screen.show_slug(catalogue.slug(slug), as_json=as_json)
+
+
+@app.command()
+@_with_overrides
+def plan(
+    *,
+    target: TargetArg,
+    given: dict[str, Any],
+    rig: RigOpt = None,
+    engine: EngineOpt = None,
+    no_engine: NoEngineOpt = False,
+    explain: Annotated[bool, typer.Option("--explain", help="Show where every number came from.")] = False,
+    as_json: JsonOpt = False,
+) -> int:
+    """The placement: what lies where, the sum, and the ways out when it does not fit."""
+    from launcher.render import plan as screen
+    from launcher.workflows import plan as workflow
+
+    result = workflow.run(target, given, rig=rig, engine=engine, no_engine=no_engine)
+    screen.show(
+        result.plan, result.launch, result.inventory,
+        drafter_bytes=result.drafter_bytes, explain=explain, as_json=as_json,
+    )  # fmt: skip
+    workflow.refuse(result.plan)
+    return 0
+
+
+@app.command()
+@_with_overrides
+def preflight(
+    *, target: TargetArg, given: dict[str, Any], rig: RigOpt = None, engine: EngineOpt = None,
+    force: ForceOpt = False, as_json: JsonOpt = False,
+) -> int:  # fmt: skip
+    """All gates at once; nothing is started or stopped."""
+    from launcher.render import preflight as screen
+    from launcher.workflows import preflight as workflow
+
+    result = workflow.run(target, given, rig=rig, engine=engine, force=force)
+    screen.show(result.target.name, result.gates, result.plan, as_json=as_json)
+    workflow.refuse(result)
+    return 0
+
+
+def setup(
+    target: TargetArg,
+    verify_only: Annotated[bool, typer.Option("--verify-only", help="Hash what is there, fetch nothing.")] = False,
+    as_json: JsonOpt = False,
+) -> int:
+    """Download and verify the files of a slug: the only command that downloads weights."""
+    from launcher.render import setup as screen
+    from launcher.workflows import setup as workflow
+
+    with screen.progress(as_json=as_json) as report:
+        result = workflow.run(target, verify_only=verify_only, report=report)
+    return screen.show(result.slug, result.files, as_json=as_json)
+
+
+app.command("setup")(setup)
+app.command("pull", hidden=True)(setup)
+
+
+@app.command()
+@_with_overrides
+def switch(
+    *, target: TargetArg, given: dict[str, Any], engine: EngineOpt = None, force: ForceOpt = False,
+    yes: YesOpt = False, as_json: JsonOpt = False,
+) -> int:  # fmt: skip
+    """Plan, check, then stop what is in the way, start, wait, audit."""
+    from launcher.render import switch as screen
+    from launcher.workflows import switch as workflow
+
+    with screen.Progress(as_json=as_json) as progress:
+        result = workflow.run(target, given, engine=engine, force=force, yes=yes, progress=progress)
+    return screen.show(result.record, result.planned.plan, result.planned.launch, result.audit, as_json=as_json)
+
+
+@app.command()
+@_with_overrides
+def run(*, target: TargetArg, given: dict[str, Any], engine: EngineOpt = None, force: ForceOpt = False) -> int:
+    """Plan, gates, then become llama-server in the foreground: for systemd, llama-swap, tmux."""
+    from launcher.workflows import run as workflow
+
+    return workflow.run(target, given, engine=engine, force=force)
+
+
+@app.command()
+def status(
+    check: Annotated[bool, typer.Option("--check", help="Fail when a server is not healthy.")] = False,
+    as_json: JsonOpt = False,
+) -> int:
+    """What runs, and how it is."""
+    from launcher.render import status as screen
+    from launcher.workflows import status as workflow
+
+    servers = workflow.servers()
+    screen.show(servers, as_json=as_json)
+    return workflow.verdict(servers, check=check)
+
+
+@app.command()
+def logs(
+    slug: MaybeSlugArg = None,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on as lines come.")] = False,
+    n: Annotated[int, typer.Option("-n", "--lines", min=0, help="Lines from the end.")] = 40,
+) -> int:
+    """The engine's log."""
+    from launcher.workflows import status as workflow
+
+    for text in workflow.logs(slug, n_lines=n, follow=follow):
+        typer.echo(text, nl=False)
+    return 0
+
+
+@app.command()
+def stop(slug: MaybeSlugArg = None, as_json: JsonOpt = False) -> int:
+    """Stop a server of ours and what it started."""
+    from launcher.render import status as screen
+    from launcher.workflows import status as workflow
+
+    return screen.show_stopped(workflow.stop(slug), as_json=as_json)
+
+
+@app.command()
+def history(as_json: JsonOpt = False) -> int:
+    """What ended, when and why."""
+    from launcher.render import status as screen
+    from launcher.workflows import status as workflow
+
+    return screen.show_history(workflow.history(), as_json=as_json)
+
+
+@engines.command("list")
+def engine_list(as_json: JsonOpt = False) -> int:
+    """Every llama-server that is found, in the order in which one is chosen."""
+    from launcher.render import engine as screen
+    from launcher.workflows import engine as workflow
+
+    return screen.show_list(workflow.candidates(), as_json=as_json)
+
+
+@engines.command("use")
+def engine_use(path: Annotated[str, typer.Argument(metavar="PATH|-", help="A llama-server; - goes back.")]) -> int:
+    """Choose the llama-server that every command uses."""
+    from launcher.render import engine as screen
+    from launcher.workflows import engine as workflow
+
+    return screen.show_chosen(workflow.use(path))
+
+
+@engines.command("install")
+def engine_install(
+    backend: Annotated[
+        str, typer.Option(metavar="auto|cpu|cuda", help="auto: cuda where nvcc and a driver are.")
+    ] = "auto",
+) -> int:
+    """Build the pinned llama.cpp from its source package."""
+    from launcher.render import engine as screen
+    from launcher.workflows import engine as workflow
+
+    with screen.progress() as report:
+        built = workflow.install(report, report.say, backend)
+    return screen.show_chosen(built)
+
+
+@engines.command("probe")
+def engine_probe(
+    path: Annotated[str | None, typer.Argument(help="A llama-server; the chosen one.")] = None, as_json: JsonOpt = False
+) -> int:
+    """What an engine says it can do."""
+    from launcher.render import engine as screen
+    from launcher.workflows import engine as workflow
+
+    return screen.show_engine(workflow.probe(path), as_json=as_json)
+
+
+def main() -> None:
+    """Console script `launcher`."""
+    _start(sys.argv[1:])
+
+
+def switch_main() -> None:
+    """Console script `switch`: the same as `launcher switch`."""
+    _start(["switch", *sys.argv[1:]])
+
+
+def _start(argv: list[str]) -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a name outside of the locale's letters is no bug
+    app(argv, prog_name="launcher")

@@ -1,0 +1,1 @@
+"""LOOK at it: is what runs what was planned."""

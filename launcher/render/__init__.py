@@ -1,0 +1,1 @@
+"""Tables, bars and every --json document: the only modules that import rich."""

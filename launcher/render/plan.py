@@ -1,0 +1,294 @@
+"""The plan as people read it: the verdict first, a table that adds up, host memory, why, and ways out."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterable, Iterator
+from pathlib import PurePath
+from typing import TYPE_CHECKING
+
+from launcher.render import document, out
+from launcher.structs import Device, DevicePlan, Host, Inventory, Launch, Plan, Range
+from launcher.units import GIB, MIB, gib, human, mib
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+_COLUMNS = (
+    ("dense", "dense"), ("output", "output"), ("kv", "KV"), ("compute", "compute"), ("drafter", "drafter"),
+    ("projector", "projector"), ("context", "context"), ("experts", "experts"),
+)  # fmt: skip
+_HOST_ROWS = (
+    ("experts", "experts"), ("dense", "dense layers"), ("output", "output head"), ("embedding", "token embedding"),
+    ("kv", "KV cache"), ("drafter", "drafter"), ("projector", "projector"), ("compute", "engine buffers"),
+    ("output_buffer", "output buffer"), ("cache_ram", "prompt cache"), ("checkpoints", "checkpoints"),
+    ("overhead", "process and driver"),
+)  # fmt: skip
+_BACKENDS = {"cuda": "CUDA", "rpc": "RPC", "vulkan": "Vulkan"}
+
+
+def show(
+    plan: Plan,
+    launch: Launch | None,
+    inventory: Inventory,
+    *,
+    drafter_bytes: int | None = None,
+    explain: bool = False,
+    as_json: bool = False,
+) -> None:
+    """Print the plan document, or the screen."""
+    if as_json:
+        out.document(document.plan_document(plan, launch))
+        return
+    out.show(screen(plan, launch, inventory, drafter_bytes=drafter_bytes, explain=explain))
+
+
+def screen(
+    plan: Plan,
+    launch: Launch | None,
+    inventory: Inventory,
+    *,
+    drafter_bytes: int | None = None,
+    explain: bool = False,
+) -> Iterator[Text | str]:
+    """The lines of the screen, at most 100 columns apart from what must be copied as one line."""
+    yield verdict(plan)
+    yield from _fold(_model(plan, drafter_bytes))
+    yield from _fold(_settings(plan, inventory))
+    yield from _fold(_rig(inventory))
+    yield ""
+    if plan.devices:
+        yield from device_table(plan)
+        yield placement(plan)
+        yield ""
+    yield from host_table(plan)
+    if (speed := speed_line(plan)) is not None:
+        yield ""
+        yield speed
+    for warning in plan.warnings:
+        yield from (out.line((text, "note")) for text in _fold(f"note: {warning}"))
+    if plan.refusal is not None and plan.refusal.ways_out:
+        yield ""
+        yield from ways_out(plan)
+    if explain:
+        yield ""
+        yield from explanation(plan)
+    if plan.fits and launch is not None:
+        yield ""
+        yield out.line(("command", "head"), " (what `switch` and `run` start)")
+        yield command(launch)
+
+
+def verdict(plan: Plan) -> Text:
+    """FITS or NO, the number that decided, on one line."""
+    host = plan.host
+    if plan.refusal is None:
+        cards = _count(len(plan.devices), "device") if plan.devices else "no devices, everything in host memory"
+        spare = gib(host.available_bytes - host.required_bytes)
+        return out.line(
+            ("FITS", "ok"),
+            f"  {cards}; RAM needs {gib(host.required_bytes)} GiB, has {gib(host.available_bytes)}, spare {spare}",
+        )
+    r = plan.refusal
+    over = [d.device.name for d in plan.devices if d.short_bytes]
+    if r.where == "host":
+        rest = (
+            ""
+            if not plan.devices
+            else "       (the devices fit)"
+            if not over
+            else f"       (also over: {', '.join(over)})"
+        )
+        return out.line(
+            ("NO", "no"),
+            f"  host RAM is short by {human(r.short_bytes)} on this rig: "
+            f"needs {gib(r.needed_bytes)} GiB, has {gib(r.available_bytes)}{rest}",
+        )
+    return out.line(
+        ("NO", "no"),
+        f"  {r.where} is short by {human(r.short_bytes)}: needs {mib(r.needed_bytes)} MiB, "
+        f"has {mib(r.available_bytes)}; the largest term is {r.largest_term}",
+    )
+
+
+def _model(plan: Plan, drafter_bytes: int | None) -> str:
+    m = plan.model
+    experts = f", {m.n_expert_used} of {m.n_expert} experts a token" if m.n_expert else ""
+    drafter = f" + drafter {gib(drafter_bytes, 2)} GiB" if drafter_bytes else ""
+    shards = f" in {m.shards} files" if m.shards > 1 else ""
+    name = re.sub(r"-00001-of-\d+$", "", PurePath(m.path).stem)
+    return f"{name}: {m.arch}, {m.n_layer} layers{experts}, {gib(m.file_bytes, 2)} GiB{shards}{drafter}"
+
+
+def _settings(plan: Plan, inventory: Inventory) -> str:
+    s = plan.settings
+    kv = s.type_k if s.type_k == s.type_v else f"{s.type_k}/{s.type_v}"
+    drafter = f"drafter {s.drafter_type} depth {s.draft_n_max}" if s.drafter_type and s.draft_n_max else "no drafter"
+    engine = inventory.engine.version if inventory.engine else "no engine asked"
+    streams = _count(s.n_parallel, "stream")
+    return f"context {s.n_ctx_per_stream or 0:,} x {streams}, micro-batch {s.n_ubatch}, KV {kv}, {drafter}, {engine}"
+
+
+def _rig(inventory: Inventory) -> str:
+    host: Host = inventory.host
+    names = [short_name(d) for d in inventory.devices]
+    cards = ", ".join(f"{names.count(n)}x {n}" if names.count(n) > 1 else n for n in dict.fromkeys(names))
+    speed = f" {host.triad_bps / 1e9:.0f} GB/s" if host.triad_bps else ""
+    by = f", limited by {host.limited_by}" if host.limited_by.startswith("/") else ""
+    nodes = f"{host.numa_nodes} NUMA node{'s' if host.numa_nodes > 1 else ''}"
+    return (
+        f"rig: {cards or 'no devices'}, {host.cores} cores, RAM {gib(host.total_bytes)} GiB{speed} "
+        f"({gib(host.available_bytes)} available{by}), {nodes}"
+    )
+
+
+def short_name(device: Device) -> str:
+    """`RTX 3090` for `NVIDIA GeForce RTX 3090`."""
+    return re.sub(r"^(NVIDIA |GeForce |AMD |Intel\(R\) )+|\s*\(.*\)$", "", device.description) or device.name
+
+
+def device_table(plan: Plan) -> list[str]:
+    """One row a device in MiB: the terms add up to `used`, `used` and `left` to `free`."""
+    shown = [c for c in _COLUMNS if any(d.terms.get(c[0], 0) for d in plan.devices)]
+    margins = sorted({d.terms.get("margin", 0) for d in plan.devices})
+    least = mib(margins[0]) if len(margins) == 1 else f"{mib(margins[0])}-{mib(margins[-1])}"
+    labels = {d.device.backend for d in plan.devices}
+    own = {"context": _BACKENDS.get(next(iter(labels)), "context") if len(labels) == 1 else "context"}
+    rows = [["MiB", *(own.get(key, label) for key, label in shown), "used", "free", "left", f"(min {least})"]]
+    rows += [_device_row(d, [key for key, _ in shown]) for d in plan.devices]
+    last = len(rows[0]) - 1
+    for label_width, gap in ((28, 2), (28, 1), (18, 1), (10, 1)):
+        short = [[row[0][:label_width].rstrip(), *row[1:]] for row in rows]
+        lines = out.table(short, left=frozenset({0, last}), gap=gap)
+        if max(map(len, lines)) <= out.WIDTH:
+            break
+    return lines
+
+
+def _device_row(d: DevicePlan, terms: list[str]) -> list[str]:
+    values = out.shares([d.terms.get(t, 0) for t in terms], MIB)
+    free = round((d.device.free_bytes or 0) / MIB)
+    used = sum(values)
+    label = d.device.name if d.rig_name == d.device.name else f"{d.device.name} ({d.rig_name})"
+    return [
+        f"{label} {short_name(d.device)}",
+        *(f"{v:,}" if v else "-" for v in values),
+        f"{used:,}",
+        f"{free:,}" if d.device.free_bytes is not None else "?",
+        f"{free - used:,}",
+        f"short {mib(d.short_bytes)}" if d.short_bytes else "ok",
+    ]
+
+
+def placement(plan: Plan) -> str:
+    """Which layers' experts lie on which device, how many are left, and the split."""
+    if not plan.devices:
+        return "no devices: everything in host memory"
+    sparse = [layer for layer in plan.layers if layer.bundle_bytes and layer.loaded]
+    if not sparse:
+        where = " | ".join(spans(d.layers) for d in plan.devices)
+        return f"layers {where}; no expert bundles in this model            split -ts {_split(plan)}"
+    resident = sum(layer.resident for layer in sparse)
+    where = " | ".join(spans(d.resident_layers) for d in plan.devices)
+    return (
+        f"experts of {resident} of {len(sparse)} layers on the devices ({where}), of {len(sparse) - resident} in RAM"
+        f"     split -ts {_split(plan)}"
+    )
+
+
+def _split(plan: Plan) -> str:
+    return ",".join(map(str, plan.tensor_split))
+
+
+def spans(numbers: Iterable[int]) -> str:
+    """`0-3 40 42` for 0, 1, 2, 3, 40, 42; `-` for none."""
+    found: list[list[int]] = []
+    for n in sorted(numbers):
+        if found and found[-1][1] == n - 1:
+            found[-1][1] = n
+        else:
+            found.append([n, n])
+    return " ".join(str(a) if a == b else f"{a}-{b}" for a, b in found) or "-"
+
+
+def host_table(plan: Plan) -> list[str]:
+    """Host memory in MiB: every term that is not zero, and the sum."""
+    host = plan.host
+    labels = dict(_HOST_ROWS)
+    if host.layers:
+        labels["experts"] = f"experts of {_count(len(host.layers), 'layer')}"
+    if host.terms.get("checkpoints"):
+        labels["checkpoints"] = _count(plan.settings.checkpoints or 0, "context checkpoint")
+    terms = [key for key, _ in _HOST_ROWS if host.terms.get(key, 0)]
+    values = out.shares([host.terms[t] for t in terms], MIB)
+    width = max((len(labels[t]) for t in terms), default=0)
+    rows = [f"{labels[t]:<{width}}  {v:>9,}" for t, v in zip(terms, values, strict=True) if v]
+    needed, available = sum(values), round(host.available_bytes / MIB)
+    left = available - needed
+    verdict = f"spare {left:,}" if left >= 0 else f"short {-left:,}"
+    rows.append(f"needed {needed:,}  -  available {available:,}  =  {verdict}")
+    return [f"{'RAM, MiB' if i == 0 else '':<11}{row}" for i, row in enumerate(rows)]
+
+
+def speed_line(plan: Plan) -> str | None:
+    """`expected: decode 6.5-9.6 tok/s, prefill 170-290`, None where the rig's facts do not suffice."""
+    decode, prefill = plan.speed.decode_tps, plan.speed.prefill_tps
+    parts = [f"{n} {between(r)} tok/s" for n, r in (("decode", decode), ("prefill", prefill)) if r.low is not None]
+    if not parts:
+        return None
+    by = f" (limited by {plan.speed.limited_by})" if plan.speed.limited_by else ""
+    return f"expected: {', '.join(parts)}{by}"
+
+
+def between(found: Range) -> str:
+    """`6.5-9.6`, whole numbers from 20 on."""
+    ends = [x for x in (found.low, found.high) if x is not None]
+    return "-".join(f"{x:.0f}" if x >= 20 else f"{x:.1f}" for x in ends)
+
+
+def ways_out(plan: Plan) -> Iterator[Text | str]:
+    """Numbered changes, each already planned on this rig."""
+    ways = plan.refusal.ways_out if plan.refusal else ()
+    rows = [["WAYS OUT", "on devices", "RAM need GiB", "spare GiB", ""]]
+    for letter, way in zip("abcdefgh", ways, strict=False):
+        spare = (way.host_available_bytes - way.host_required_bytes) / GIB
+        rows.append([
+            f" {letter} {way.change}", _count(way.resident_layers, "layer"), gib(way.host_required_bytes),
+            f"{spare:.1f}", "FITS" if way.fits else "no",
+        ])  # fmt: skip
+    for i, text in enumerate(out.table(rows, left=frozenset({0, 4}))):
+        if i and ways[i - 1].fits:
+            yield out.line(text.removesuffix("FITS"), ("FITS", "ok"))
+        else:
+            yield text
+
+
+def explanation(plan: Plan) -> Iterator[Text | str]:
+    """Every term with the place its number came from."""
+    yield out.line(("where the numbers come from", "head"))
+    rows = [["", "term", "MiB", "source"]]
+    for d in plan.devices:
+        names = [t for t, v in d.terms.items() if v]
+        rows += [[d.device.name, t, f"{d.terms[t] / MIB:,.1f}", str(d.source.get(t, "policy"))] for t in names]
+    held = [t for t, v in plan.host.terms.items() if v]
+    rows += [["host", t, f"{plan.host.terms[t] / MIB:,.1f}", str(plan.host.source.get(t, "policy"))] for t in held]
+    yield from out.table(rows, left=frozenset({0, 1, 3}))
+    for rule in plan.rules:
+        yield f"rule  {rule.pattern}={rule.buffer_type}"
+
+
+def command(launch: Launch) -> str:
+    """The exact process as one line that a shell takes back."""
+    env = " ".join(f"{k}={shlex.quote(v)}" for k, v in launch.env_set.items())
+    return f"{env} {shlex.join(launch.argv)}".strip()
+
+
+def _count(n: int, noun: str) -> str:
+    return f"{n} {noun}{'' if n == 1 else 's'}"
+
+
+def _fold(text: str) -> list[str]:
+    import textwrap
+
+    return textwrap.wrap(text, out.WIDTH, subsequent_indent="  ", break_on_hyphens=False) or [""]

@@ -1,0 +1,75 @@
+"""`status`, `stop` and `history` as people read them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from launcher.render import document, out
+from launcher.structs import RunEnd, RunRecord
+from launcher.units import human
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+
+def show(servers: Sequence[Mapping[str, Any]], *, as_json: bool = False) -> None:
+    """Print the status document, or the screen."""
+    if as_json:
+        out.document(document.status_document(servers))
+        return
+    out.show(screen(servers))
+
+
+def screen(servers: Sequence[Mapping[str, Any]]) -> Iterator[Text | str]:
+    """Two lines a server."""
+    if not servers:
+        yield "nothing runs (launcher list, then: switch SLUG)"
+    for s in servers:
+        record: RunRecord = s["record"]
+        if not s["alive"]:
+            yield out.line((f"{s['state']:<14}", "no"), f"{record.slug}  was on :{record.port}")
+            yield f"  launcher logs {record.slug} | launcher stop {record.slug} (forgets it)"
+            continue
+        style = "ok" if s["healthy"] else "note" if s["healthy"] is None else "no"
+        busy = "" if s["requests"] is None else f", {s['requests']} of its streams busy"
+        pid = record.server.pid if record.server else "-"
+        memory = f", {human(s['rss_bytes'])} resident" if s["rss_bytes"] else ""
+        yield out.line((f"{s['state']:<14}", style), f"{record.slug}  {document.url(record.host, record.port)}")
+        kept = "" if s["keeper_alive"] else "; its keeper is gone, so nobody will note how it ends"
+        yield f"  model {record.alias}, pid {pid}, up {out.duration(s['uptime_s'] or 0)}{memory}{busy}{kept}"
+
+
+def show_stopped(stopped: Sequence[tuple[RunRecord, RunEnd | None]], *, as_json: bool = False) -> int:
+    """Print what `stop` ended; nothing to stop is no failure."""
+    if as_json:
+        out.document(document.stopped_document(stopped))
+        return 0
+    lines = [f"stopped {r.slug} on :{r.port}{_how(e)}" for r, e in stopped]
+    out.show(lines or ["nothing to stop"])
+    return 0
+
+
+def _how(end: RunEnd | None) -> str:
+    return "" if end is None else f" after {out.duration(max(0.0, end.ended_at - end.started_at))}"
+
+
+def show_history(ends: Sequence[RunEnd], *, as_json: bool = False) -> int:
+    """Print every run that ended, the newest last."""
+    if as_json:
+        out.document(document.history_document(ends))
+        return 0
+    rows = [["ended", "slug", "ran", "how", "memory", "log"]]
+    for e in ends:
+        code = e.signal or (f"exit {e.exit_code}" if e.exit_code is not None else "")
+        rows.append([
+            time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(e.ended_at)),
+            e.slug,
+            out.duration(max(0.0, e.ended_at - e.started_at)),
+            f"{e.reason} {f'({code})' if code else ''}".strip(),
+            human(e.last_rss_bytes) if e.last_rss_bytes else "-",
+            e.log_path,
+        ])  # fmt: skip
+    out.show(out.table(rows, left=frozenset({0, 1, 3, 5})) if ends else ["nothing has ended yet"])
+    return 0

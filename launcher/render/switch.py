@@ -1,0 +1,142 @@
+"""`switch` while it works, and READY: one label a line, a bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from launcher.render import document, out, preflight
+from launcher.render import plan as plan_screen
+from launcher.render.progress import Line, Rate, amounts, bar
+from launcher.structs import Audit, Gate, Launch, Plan, RunRecord
+from launcher.units import MIB, gib, mib
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+_LABEL = 9
+
+
+class Progress:
+    """Draws what the workflow reports; with `as_json` on stderr, so that stdout stays one document."""
+
+    def __init__(self, *, as_json: bool) -> None:
+        self._stderr = as_json
+        self._line = Line(sys.stderr if as_json else sys.stdout)
+        self._rate = Rate()
+        self._stage = ""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._line.done()
+
+    def _say(self, label: str, text: str, style: str | None = None) -> None:
+        self._line.done()
+        head = (f"{label:<{_LABEL}}", style) if style else f"{label:<{_LABEL}}"
+        out.show([out.line(head, text)], stderr=self._stderr)
+
+    def planned(self, plan: Plan, seconds: float) -> None:
+        """The placement that will be started."""
+        self._say("plan", f"{plan_screen.placement(plan)}     {out.duration(seconds)}")
+        cards = ", ".join(
+            f"{d.device.name} {mib(d.used_bytes)} of {mib(d.device.free_bytes or 0)} MiB" for d in plan.devices
+        )
+        ram = f"RAM {gib(plan.host.required_bytes)} of {gib(plan.host.available_bytes)} GiB"
+        decode = plan.speed.decode_tps
+        speed = f", {plan_screen.between(decode)} tok/s expected" if decode.low is not None else ""
+        self._say("", f"{cards}, {ram}{speed}" if cards else f"{ram}{speed}")
+        for warning in plan.warnings:
+            self._say("", f"note: {warning}", "note")
+
+    def checked(self, gates: tuple[Gate, ...]) -> None:
+        """Every gate is open."""
+        self._say("checks", preflight.summary(gates))
+        for gate in (g for g in gates if g.note):
+            self._say("", f"{gate.detail}{f' (fix: {gate.fix})' if gate.fix else ''}", "note")
+
+    def kept(self, running: tuple[RunRecord, ...]) -> None:
+        """A gate is closed: what runs goes on."""
+        for record in running:
+            pid = f"pid {record.server.pid}" if record.server else "starting"
+            self._line.done()
+            text = f"  {record.slug} keeps running on :{record.port} ({pid}, untouched)"
+            out.show([out.line(("NOT SWITCHED", "no"), text)], stderr=self._stderr)
+
+    def confirm(self, record: RunRecord, requests: int | None) -> bool | None:
+        """Ask on a terminal whether a server may be stopped; an empty answer is yes."""
+        pid = f"pid {record.server.pid}" if record.server else "starting"
+        busy = "" if not requests else f", {requests} request{'s' if requests > 1 else ''} in flight"
+        question = f"{record.slug} :{record.port} {pid}{busy}"
+        if not (sys.stdin.isatty() and sys.stderr.isatty()):
+            self._say("running", question)
+            return None
+        self._line.done()
+        sys.stdout.flush()
+        sys.stderr.write(f"{'running':<{_LABEL}}{question} - stop it? [Y/n, --yes] ")
+        sys.stderr.flush()
+        answer = sys.stdin.readline()
+        return answer != "" and answer.strip().lower() in ("", "y", "yes")
+
+    def stopped(self, record: RunRecord, seconds: float, same_plan: bool) -> None:
+        """A server of ours is gone."""
+        holds = "plan still holds" if same_plan else "planned again with what is free now"
+        self._say("", f"{record.slug} stopped in {out.duration(seconds)}, {holds}")
+
+    def loading(self, stage: str, done: int, total: int | None, seconds: float) -> None:
+        """The moving line."""
+        new, self._stage = stage != self._stage, stage
+        if stage == "loading" and total:
+            rate = self._rate.add(time.monotonic(), done)
+            self._line.text(f"{'load':<{_LABEL}}{bar(done, total)} {amounts(done, total, rate)}", force=new)
+        else:
+            self._line.text(
+                f"{stage:<{_LABEL}} {out.duration(seconds)}" if self._line.is_terminal else stage, force=new
+            )
+
+    def audited(self, audit: Audit) -> None:
+        """Planned against real bytes, one line a device."""
+        for i, text in enumerate(audit_lines(audit)):
+            self._say("audit" if i == 0 else "", text, None)
+        if not audit.ok:
+            self._say("", f"not as planned: {audit.worst}", "no")
+
+
+def audit_lines(audit: Audit) -> list[str]:
+    """`CUDA0 model planned 9,093.0 real 9,093.0 (+0.0), kv ...` in MiB."""
+    lines = []
+    for name in dict.fromkeys(row.device for row in audit.rows):
+        rows = [row for row in audit.rows if row.device == name and (row.planned_bytes or row.real_bytes)]
+        parts = [
+            f"{r.kind} {mib(r.planned_bytes)}/{mib(r.real_bytes)} ({round((r.real_bytes - r.planned_bytes) / MIB):+,})"
+            for r in rows
+        ]
+        lines.append(f"{name} planned/real MiB: {', '.join(parts) or 'nothing'}")
+    return lines
+
+
+def show(record: RunRecord, plan: Plan, launch: Launch | None, audit: Audit | None, *, as_json: bool = False) -> int:
+    """Print the switch document, or READY and how to call it."""
+    if as_json:
+        out.document(document.switch_document(record, plan, launch, audit))
+    else:
+        out.show(ready(record, plan))
+    return 0
+
+
+def ready(record: RunRecord, plan: Plan) -> Iterator[Text | str]:
+    """READY, the URL, and a line that can be pasted."""
+    url = document.url(record.host, record.port)
+    took = out.duration((record.ready_at or record.started_at) - record.started_at)
+    streams = f"{plan.settings.n_parallel} stream{'s' if plan.settings.n_parallel > 1 else ''}"
+    yield out.line(
+        (f"{'READY':<{_LABEL}}", "ok"),
+        f"{url}  model {record.alias}  {plan.settings.n_ctx_per_stream or 0:,} tokens, {streams}     {took}",
+    )
+    body = f'{{"model": "{record.alias}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
+    yield f"{'':<{_LABEL}}curl {url}/chat/completions -H 'Content-Type: application/json' -d '{body}'"
+    yield f"{'':<{_LABEL}}launcher status | logs -f | stop {record.slug}"

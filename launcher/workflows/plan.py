@@ -1,0 +1,285 @@
+"""TARGET + options -> headers -> inventory -> placement -> command line -> the engine's dry run -> placement.
+
+Two rounds at most: the dry run of the first placement replaces the compute bounds; a placement that changes by
+that is measured once more and kept only if it fits by its own measure.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from launcher import planner
+from launcher.errors import DeviceUnusable, DoesNotFit, LauncherError
+from launcher.facts import dry_run as dry
+from launcher.facts import gguf_header
+from launcher.planner import rules
+from launcher.serve import argv, ports, preflight, state
+from launcher.structs import (
+    Inventory,
+    Launch,
+    MeasuredCompute,
+    ModelHeader,
+    Plan,
+    RunRecord,
+    Settings,
+)
+from launcher.workflows import overrides, ways_out, world
+from launcher.workflows import target as targets
+from launcher.workflows.target import Target
+from launcher.workflows.world import World
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """All that one plan is made of: the same inputs give the same plan."""
+
+    target: Target
+    header: ModelHeader
+    drafter: ModelHeader | None
+    inventory: Inventory
+    settings: Settings
+    given: Mapping[str, Any]
+    no_dry_run: str = ""
+    projector: Path | None = None
+
+    def plan(self, settings: Settings | None = None, measured: MeasuredCompute | None = None) -> Plan:
+        """The planner's answer, for other settings or with measured buffers."""
+        wanted = settings or self.settings
+        return planner.make_plan(
+            target=self.target.name,
+            header=self.header,
+            drafter=self.drafter if wanted.drafter_type else None,
+            inventory=self.inventory,
+            settings=wanted,
+            measured=measured,
+            projector_bytes=self.projector.stat().st_size if self.projector else 0,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """A plan, the process that it becomes, and what it was made of. `lacks`: the engine cannot be told this plan."""
+
+    inputs: Inputs
+    plan: Plan
+    launch: Launch
+    lacks: DeviceUnusable | None = None
+
+    @property
+    def inventory(self) -> Inventory:
+        """What was planned with."""
+        return self.inputs.inventory
+
+    @property
+    def drafter_bytes(self) -> int | None:
+        """Size of the drafter's file, None without one."""
+        return self.inputs.drafter.file_bytes if self.inputs.drafter and self.plan.drafter_path else None
+
+
+def run(
+    text: str, given: Mapping[str, Any], *, rig: str | None = None, engine: str | None = None, no_engine: bool = False
+) -> Planned:
+    """`plan`: for this machine as it is once servers of ours are gone, or for a rig file.
+
+    Raises UsageError, SlugInvalid, ModelUnreadable, DeviceUnusable; a plan that does not fit is returned.
+    """
+    target = targets.resolve(text)
+    gone = () if rig else state.running()
+    found, warnings = survey(target, given, rig=rig, engine=engine, no_engine=no_engine, gone=gone)
+    inputs = gather(target, given, found)
+    planned = make(inputs)
+    planned = replace(planned, plan=replace(planned.plan, warnings=(*planned.plan.warnings, *warnings)))
+    return ways_out.added(planned)
+
+
+def survey(
+    target: Target,
+    given: Mapping[str, Any],
+    *,
+    rig: str | None = None,
+    engine: str | None = None,
+    no_engine: bool = False,
+    gone: Iterable[RunRecord] = (),
+) -> tuple[World, tuple[str, ...]]:
+    """What there is to plan with, and what to say about it."""
+    leaving = tuple(gone)
+    found, missing = (None, None) if no_engine else world.engine_for(target.slug, engine)
+    notes = [f"planned as if {r.slug} on port {r.port} were stopped" for r in leaving]
+    if missing is not None:
+        notes.append(f"{missing.message}: planned by formulas alone ({missing.fix})")
+    if rig:
+        return world.from_rig(rig, found, target.slug, given), tuple(notes)
+    return world.here(found, target.slug, given, leaving), tuple(notes)
+
+
+def gather(target: Target, given: Mapping[str, Any], found: World) -> Inputs:
+    """Read the headers and settle the settings. Raises ModelUnreadable, UsageError."""
+    header = targets.header_of(target)
+    settings = overrides.settings(target.slug, given, found.inventory.host)
+    drafter, kind, depth = _drafter(target, given)
+    return Inputs(
+        target=target,
+        header=header,
+        drafter=drafter,
+        inventory=found.inventory,
+        settings=overrides.with_drafter(settings, kind, depth, given),
+        given=given,
+        no_dry_run=found.no_dry_run,
+        projector=targets.projector_path(target),
+    )
+
+
+def _drafter(target: Target, given: Mapping[str, Any]) -> tuple[ModelHeader | None, str | None, int]:
+    """(header of the draft model, kind, depth): the option's, else the slug's, else none."""
+    slug = target.slug
+    named = given.get("drafter")
+    depth = slug.drafter.n_max if slug and slug.drafter else 3
+    if named == "off" or given.get("draft_max") == 0:
+        return None, None, 0
+    if named:
+        draft = gguf_header.read_header(named)
+        kind = targets.drafter_type(draft)
+        if kind == "draft-simple" and slug and slug.drafter and slug.drafter.type == "draft-simple":
+            return draft, slug.drafter.type, depth
+        return draft, kind, depth
+    if slug is None or slug.drafter is None:
+        return None, None, 0
+    if slug.drafter.type == "draft-mtp" and slug.drafter.file == slug.model.file:
+        return None, slug.drafter.type, depth
+    from launcher.weights import find
+
+    ref = targets.drafter_ref(slug)
+    assert ref is not None
+    return gguf_header.read_header(find.find_model(ref, target=target.name)), slug.drafter.type, depth
+
+
+def make(inputs: Inputs) -> Planned:
+    """Plan, ask the engine, plan again; never more than two dry runs."""
+    first = launched(inputs, inputs.plan())
+    if inputs.no_dry_run or first.lacks is not None:
+        reason = inputs.no_dry_run or str(first.lacks)
+        return _noted(first, f"no dry run ({reason}): compute buffers are upper bounds")
+    measured, note = _dry_run(first)
+    if measured is None:
+        return _noted(first, f"no dry run ({note}): compute buffers are upper bounds")
+    second = launched(inputs, inputs.plan(measured=measured))
+    if same_placement(first.plan, second.plan):
+        return _noted(second, note)
+    again, note_again = _dry_run(second)
+    if again is not None:
+        third = launched(inputs, pinned(inputs, second.plan).plan(measured=again))
+        if third.plan.fits and same_placement(second.plan, third.plan):
+            return _noted(third, note_again)
+    return _noted(launched(inputs, pinned(inputs, first.plan).plan(measured=measured)), note)
+
+
+def launched(inputs: Inputs, plan: Plan) -> Planned:
+    """A plan with its command line; rules that do not resolve to the placement are refused here.
+
+    Raises Refused (rules-mismatch).
+    """
+    rules.check(plan, inputs.header)
+    host, port = overrides.address(inputs.target.slug, inputs.given)
+    engine = inputs.inventory.engine
+    lacks = None
+    try:
+        launch = _build(inputs, plan, host, port, asked=True)
+    except DeviceUnusable as error:
+        lacks = error
+        launch = _build(inputs, plan, host, port, asked=False)
+    if engine is not None and lacks is None:
+        missing = tuple(n for n in (inputs.target.slug.engine.needs if inputs.target.slug else ()) if not engine.can(n))
+        lacks = argv.lacks(engine, missing) if missing and _drafts(plan, missing) else None
+    return Planned(inputs=inputs, plan=plan, launch=launch, lacks=lacks)
+
+
+def _drafts(plan: Plan, missing: tuple[str, ...]) -> bool:
+    """Whether what is missing matters: a drafter's ability does not once the drafter is off."""
+    return plan.settings.drafter_type is not None or any(not n.startswith("spec-type:") for n in missing)
+
+
+def _build(inputs: Inputs, plan: Plan, host: str, port: int, *, asked: bool) -> Launch:
+    return argv.build(
+        plan,
+        engine=inputs.inventory.engine if asked else None,
+        host=host,
+        port=port,
+        alias=inputs.target.alias,
+        slug=inputs.target.slug,
+        base_env=os.environ,
+        empty_config=str(state.empty_config_dir()),
+        mmproj=str(inputs.projector) if inputs.projector else None,
+    )
+
+
+def _dry_run(planned: Planned) -> tuple[MeasuredCompute | None, str]:
+    words = argv.dry_run_argv(planned.launch, ports.free_port("127.0.0.1"))
+    drafts = planned.plan.settings.drafter_type is not None and planned.plan.settings.draft_n_max > 0
+    done = dry.dry_run(words, planned.launch.env, expect_drafter=drafts)
+    if done.status != "ok" or done.measured is None:
+        return None, done.note
+    return _in_rig_names(done.measured, planned.plan), done.note
+
+
+def _in_rig_names(measured: MeasuredCompute, plan: Plan) -> MeasuredCompute:
+    """The engine counts only the devices it is shown; the planner knows them by what they are called on the rig."""
+    names = {d.device.name: d.rig_name for d in plan.devices}
+
+    def renamed(found: Mapping[str, int]) -> dict[str, int]:
+        return {names.get(name, name): n for name, n in found.items()}
+
+    return replace(
+        measured,
+        compute_bytes=renamed(measured.compute_bytes),
+        model_bytes=renamed(measured.model_bytes),
+        context_bytes=renamed(measured.context_bytes),
+        draft_bytes=None if measured.draft_bytes is None else renamed(measured.draft_bytes),
+    )
+
+
+def same_placement(a: Plan, b: Plan) -> bool:
+    """Whether two plans put every layer and bundle on the same devices."""
+    return a.tensor_split == b.tensor_split and a.layers == b.layers and a.rules == b.rules
+
+
+def pinned(inputs: Inputs, plan: Plan) -> Inputs:
+    """Inputs that leave the planner no choice but the placement of a plan of theirs."""
+    by_name = {d.name: d for d in inputs.inventory.devices}
+    settings = replace(
+        inputs.settings,
+        residency={d.rig_name: d.resident_layers for d in plan.devices if d.resident_layers} or "none",
+        tensor_split=plan.tensor_split or None,
+        reserve_bytes={
+            k: v for k, v in inputs.settings.reserve_bytes.items() if k in {d.rig_name for d in plan.devices}
+        },
+    )
+    devices = tuple(by_name[d.rig_name] for d in plan.devices)
+    return replace(inputs, settings=settings, inventory=replace(inputs.inventory, devices=devices))
+
+
+def _noted(planned: Planned, note: str) -> Planned:
+    if not note:
+        return planned
+    return replace(planned, plan=replace(planned.plan, warnings=(*planned.plan.warnings, note)))
+
+
+def refuse(plan: Plan) -> None:
+    """Raise DoesNotFit (host-ram-short, device-short) for a plan with a refusal, with the sum and a way out."""
+    error = short(plan, "launcher plan")
+    if error is not None:
+        raise error
+
+
+def short(plan: Plan, command: str) -> LauncherError | None:
+    """The refusal of a plan that does not fit as an error, None when it fits."""
+    closed = next((gate for gate in preflight.fit(plan) if not gate.ok), None)
+    if closed is None:
+        return None
+    fix = preflight.way_out(plan, command)
+    if closed.name == "host-ram-short":
+        return DoesNotFit("host-ram-short", closed.detail, context=closed.context, fix=fix)
+    return DoesNotFit("device-short", closed.detail, context=closed.context, fix=fix)

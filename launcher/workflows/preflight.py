@@ -1,0 +1,117 @@
+"""All gates of a launch at once, for the state after servers of ours would be gone. Nothing is started or stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from launcher.errors import DeviceUnusable, LauncherError, ModelUnreadable, UsageError
+from launcher.serve import preflight as gatekeeper
+from launcher.serve import state
+from launcher.structs import Engine, Gate, Plan, RunRecord
+from launcher.workflows import overrides, ways_out, world
+from launcher.workflows import plan as pipeline
+from launcher.workflows import target as targets
+from launcher.workflows.plan import Inputs, Planned
+from launcher.workflows.target import Target
+from launcher.workflows.world import World
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checked:
+    """Every gate; the plan when there is one."""
+
+    target: Target
+    gates: tuple[Gate, ...]
+    planned: Planned | None
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan, None when there is none."""
+        return self.planned.plan if self.planned else None
+
+
+def run(
+    text: str, given: Mapping[str, Any], *, rig: str | None = None, engine: str | None = None, force: bool = False
+) -> Checked:
+    """`preflight`: gates for this machine, or for a rig file (its ports and processes are not looked at).
+
+    Raises UsageError, SlugInvalid; whatever else is wrong is a closed gate.
+    """
+    target = targets.resolve(text)
+    gone = () if rig else state.running()
+    return check(target, given, rig=rig, engine=engine, force=force, gone=gone)
+
+
+def refuse(checked: Checked) -> None:
+    """Raise Refused for the first closed gate, with the others in its context."""
+    gatekeeper.refuse_if_closed(checked.gates, checked.target.name)
+
+
+def check(
+    target: Target,
+    given: Mapping[str, Any],
+    *,
+    rig: str | None = None,
+    engine: str | None = None,
+    force: bool = False,
+    gone: tuple[RunRecord, ...] = (),
+) -> Checked:
+    """Plan as far as that goes, then every gate."""
+    found, engine_error = _engine(target, engine)
+    surveyed, devices_error = _world(target, given, rig, found, gone)
+    inputs, model_error, plan_error = None, None, devices_error
+    planned: Planned | None = None
+    try:
+        inputs = pipeline.gather(target, given, surveyed)
+    except ModelUnreadable as error:
+        model_error = error
+    if inputs is not None and devices_error is None:
+        planned, plan_error = _planned(inputs)
+    host, port = overrides.address(target.slug, given)
+    gates = gatekeeper.gates(
+        slug=target.slug,
+        target=target.name,
+        plan=planned.plan if planned else None,
+        plan_error=plan_error,
+        inventory=surveyed.inventory,
+        model_error=model_error,
+        engine=found,
+        engine_error=None if rig and engine is None else engine_error,
+        port_owner=None if rig else gatekeeper.port_owner(host, port),
+        force=force,
+        own_running=gone,
+        header=inputs.header if inputs else None,
+        host=host,
+        swap_bytes=0 if rig else None,
+    )
+    return Checked(target=target, gates=gates, planned=planned)
+
+
+def _engine(target: Target, explicit: str | None) -> tuple[Engine | None, DeviceUnusable | None]:
+    try:
+        return world.engine_for(target.slug, explicit)
+    except DeviceUnusable as error:
+        return None, error
+
+
+def _world(
+    target: Target, given: Mapping[str, Any], rig: str | None, engine: Engine | None, gone: tuple[RunRecord, ...]
+) -> tuple[World, LauncherError | None]:
+    """The world, or this host without devices and the reason why they cannot be had."""
+    if rig:
+        return world.from_rig(rig, engine, target.slug, given), None
+    try:
+        return world.here(engine, target.slug, given, gone), None
+    except DeviceUnusable as error:
+        return world.host_only(engine), error
+
+
+def _planned(inputs: Inputs) -> tuple[Planned | None, LauncherError | None]:
+    try:
+        return ways_out.added(pipeline.make(inputs)), None
+    except UsageError:
+        raise
+    except LauncherError as error:
+        return None, error

@@ -1,0 +1,219 @@
+"""Plan and check for the state after servers of ours are gone; only then stop them, start, wait, compare.
+
+Nothing that works is touched before every gate is open. Whatever ends this command before READY ends what it started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, Protocol
+
+import httpx
+
+from launcher.errors import DeviceUnusable, Refused
+from launcher.facts import devices as device_facts
+from launcher.facts import load_log
+from launcher.measure import verify
+from launcher.serve import native, server, state, wait
+from launcher.serve.rpc import RpcSpawn
+from launcher.structs import Audit, Gate, Plan, RunRecord
+from launcher.units import MIB
+from launcher.workflows import plan, preflight
+from launcher.workflows import target as targets
+from launcher.workflows.plan import Planned
+from launcher.workflows.preflight import Checked
+from launcher.workflows.target import Target
+
+LOCK = "engine"
+# Drivers give memory back a moment after the process is gone.
+_SETTLE_S = 60.0
+_SETTLED_BYTES = 200 * MIB
+
+
+class Progress(Protocol):
+    """Where `switch` says what it does; `render` draws it."""
+
+    def planned(self, plan: Plan, seconds: float) -> None:
+        """The placement that will be started."""
+
+    def checked(self, gates: tuple[Gate, ...]) -> None:
+        """Every gate is open."""
+
+    def kept(self, running: tuple[RunRecord, ...]) -> None:
+        """A gate is closed: these servers go on."""
+
+    def confirm(self, record: RunRecord, requests: int | None) -> bool | None:
+        """Ask whether this server may be stopped; None when there is nobody to ask."""
+
+    def stopped(self, record: RunRecord, seconds: float, same_plan: bool) -> None:
+        """A server of ours is gone; whether the plan still holds with what is free now."""
+
+    def loading(self, stage: str, done: int, total: int | None, seconds: float) -> None:
+        """How far the load is; called a few times a second."""
+
+    def audited(self, audit: Audit) -> None:
+        """Planned against real bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Switched:
+    """The server that runs now, the plan that it runs, and what its load log says of it."""
+
+    record: RunRecord
+    planned: Planned
+    audit: Audit | None
+
+
+def run(
+    text: str, given: Mapping[str, Any], *, engine: str | None, force: bool, yes: bool, progress: Progress
+) -> Switched:
+    """`switch`. Raises UsageError, SlugInvalid, Refused (a gate; needs-yes, not-stopped), EngineFailed, Locked."""
+    target = targets.resolve(text)
+    with state.lock(LOCK):
+        running = state.running()
+        checked, planned = _checked(target, given, engine, force, running, progress)
+        if running:
+            _ask(running, yes, progress)
+            planned = _make_room(target, given, engine, force, running, planned, progress)
+        for record in state.records():
+            if record.slug == target.name:
+                native.stop(record)  # what a killed keeper left behind
+        return _start(target, planned, progress)
+
+
+def _checked(
+    target: Target,
+    given: Mapping[str, Any],
+    engine: str | None,
+    force: bool,
+    running: tuple[RunRecord, ...],
+    progress: Progress,
+) -> tuple[Checked, Planned]:
+    begun = time.monotonic()
+    checked = preflight.check(target, given, engine=engine, force=force, gone=running)
+    if checked.planned is None or any(not g.ok for g in checked.gates):
+        progress.kept(running)
+    preflight.refuse(checked)
+    planned = checked.planned
+    assert planned is not None  # without a plan a gate is closed
+    progress.planned(planned.plan, time.monotonic() - begun)
+    progress.checked(checked.gates)
+    return checked, planned
+
+
+def _ask(running: tuple[RunRecord, ...], yes: bool, progress: Progress) -> None:
+    for record in running:
+        answer = True if yes else progress.confirm(record, requests_in_flight(record))
+        if answer is None:
+            raise Refused(
+                "needs-yes",
+                f"{record.slug} runs on port {record.port} and nobody is here to ask whether it may be stopped",
+                fix="add --yes",
+            )
+        if not answer:
+            raise Refused("not-stopped", f"{record.slug} keeps running on port {record.port}", fix="add --yes")
+
+
+def _make_room(
+    target: Target,
+    given: Mapping[str, Any],
+    engine: str | None,
+    force: bool,
+    running: tuple[RunRecord, ...],
+    planned: Planned,
+    progress: Progress,
+) -> Planned:
+    """Stop ours, wait for the memory to come back, plan once more with what is really free."""
+    begun = time.monotonic()
+    for record in running:
+        native.stop(record)
+    _settle(planned.plan)
+    checked = preflight.check(target, given, engine=engine, force=force)
+    preflight.refuse(checked)
+    assert checked.planned is not None
+    same = plan.same_placement(planned.plan, checked.planned.plan)
+    for record in running:
+        progress.stopped(record, time.monotonic() - begun, same)
+    return checked.planned
+
+
+def _settle(planned: Plan) -> None:
+    wanted = {d.device.uuid: (d.device.free_bytes or 0) - _SETTLED_BYTES for d in planned.devices if d.device.uuid}
+    deadline = time.monotonic() + _SETTLE_S
+    while wanted and time.monotonic() < deadline:
+        free = {card.uuid: card.free_bytes or 0 for card in device_facts.nvml_cards()}
+        if all(free.get(uuid, least) >= least for uuid, least in wanted.items()):
+            return
+        time.sleep(0.5)
+
+
+def _start(target: Target, planned: Planned, progress: Progress) -> Switched:
+    with _terminated_as_interrupted():
+        record = native.start(planned.launch, target.name, rpc=rpc_spawn(planned))
+        ready = False
+        try:
+            record = wait.wait_ready(record, plan=planned.plan, on_progress=progress.loading)
+            ready = True
+        finally:
+            if not ready:
+                native.stop(record)
+    audit = audited(planned.plan, record)
+    if audit is not None:
+        progress.audited(audit)
+    return Switched(record=record, planned=planned, audit=audit)
+
+
+@contextlib.contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """A SIGTERM ends like Ctrl-C, cleaning up. A lost terminal (SIGHUP) does not: the load goes on under its keeper."""
+
+    def interrupt(_number: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def rpc_spawn(planned: Planned) -> RpcSpawn | None:
+    """The RPC servers to start with the engine, None when the target wants none.
+
+    Raises DeviceUnusable (rpc-server-missing).
+    """
+    slug, engine = planned.inputs.target.slug, planned.inventory.engine
+    if slug is None or slug.rpc is None or not slug.rpc.spawn:
+        return None
+    used = {d.device.endpoint for d in planned.plan.devices}
+    hosts = tuple(h for h in slug.rpc.hosts if h in used)
+    if not hosts:
+        return None
+    if engine is None or engine.rpc_server is None:
+        raise DeviceUnusable(
+            "rpc-server-missing",
+            f"{slug.name} starts RPC servers, and no ggml-rpc-server lies beside {engine.path if engine else 'it'}",
+            fix="launcher engine install",
+        )
+    return RpcSpawn(hosts=hosts, server_path=engine.rpc_server, threads=planned.plan.settings.threads or 1)
+
+
+def audited(planned: Plan, record: RunRecord) -> Audit | None:
+    """The load log beside the plan; None when the log does not show a whole load."""
+    log = load_log.parse_load_log(Path(record.log_path).read_text(encoding="utf-8", errors="replace"))
+    return verify.audit(planned, log) if log.model_bytes else None
+
+
+def requests_in_flight(record: RunRecord) -> int | None:
+    """Streams that are busy now, None when the server does not say."""
+    try:
+        with server.client_of(record, timeout_s=2.0) as client:
+            return sum(bool(slot.get("is_processing")) for slot in client.slots())
+    except (httpx.HTTPError, ValueError, TypeError):
+        return None

@@ -1,0 +1,121 @@
+"""TARGET of a command -> the slug (or none) and the files that it means."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from launcher.errors import ModelUnreadable, UsageError
+from launcher.facts import gguf_header, slug
+from launcher.structs import ModelHeader, ModelRef, Slug
+
+_REPO = re.compile(r"^[\w.-]+/[\w.-]+(:[\w.-]+)?$")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """What a person named. `name` keys the run record: the slug's name, or the file's absolute path."""
+
+    name: str
+    slug: Slug | None
+    path: Path | None  # of a bare file, any shard or its folder; None for a slug
+
+    @property
+    def alias(self) -> str:
+        """Name that the server answers to."""
+        if self.slug is not None:
+            return self.slug.serve.alias or self.slug.name.rpartition("/")[2]
+        path = self.path or Path(self.name)
+        stem = path.name if path.is_dir() else path.stem
+        return re.sub(r"-\d{5}-of-\d{5}$", "", stem)
+
+
+def resolve(text: str) -> Target:
+    """A slug (or unique ending), a .gguf file, a shard of one, or its folder.
+
+    Raises UsageError (slug-unknown, slug-ambiguous, spec-n-invalid), SlugInvalid,
+    ModelUnreadable (target-remote) for a repository or URL.
+    """
+    if re.match(r"^(https?|hf)://", text) or text.startswith("hf.co/"):
+        raise _remote(text)
+    if _is_path(text):
+        path = Path(os.path.abspath(Path(text).expanduser()))  # noqa: PTH100 - a link keeps its shard name
+        return Target(name=str(path), slug=None, path=path)
+    try:
+        found = slug.load(text)
+    except UsageError as error:
+        families = {e.name.partition("/")[0] for e in slug.names()}
+        if error.reference == "slug-unknown" and _REPO.match(text) and text.partition("/")[0] not in families:
+            raise _remote(text) from None
+        raise
+    return Target(name=found.name, slug=slug.with_environment(found, os.environ), path=None)
+
+
+def _is_path(text: str) -> bool:
+    if text.endswith(".gguf") or text.startswith(("/", "./", "../", "~")) or text in (".", ".."):
+        return True
+    path = Path(text)
+    return path.is_dir() and any(path.glob("*.gguf"))
+
+
+def _remote(text: str) -> ModelUnreadable:
+    return ModelUnreadable(
+        "target-remote",
+        f"{text} is not on this machine: repositories and URLs are not read by this version",
+        context="a TARGET is a slug (launcher list) or a .gguf file on disk",
+        fix="download the file, then: launcher plan /path/to/model.gguf",
+    )
+
+
+def model_path(target: Target) -> Path:
+    """First shard of the target's model. Raises ModelUnreadable when it is not on this machine."""
+    if target.slug is None:
+        assert target.path is not None
+        return gguf_header.find_shards(target.path)[0]
+    from launcher.weights import find
+
+    return find.find_model(target.slug.model, target=target.name)
+
+
+def header_of(target: Target) -> ModelHeader:
+    """Header of the target's model. Raises ModelUnreadable with the command that fetches what is missing."""
+    try:
+        return gguf_header.read_header(model_path(target))
+    except ModelUnreadable as error:
+        if target.slug is None or not target.slug.model.repo or not error.fix.startswith("launcher setup"):
+            raise
+        fix = f"launcher setup {target.name}"
+        raise ModelUnreadable(error.reference, error.message, context=error.context, fix=fix) from error
+
+
+def drafter_ref(found: Slug) -> ModelRef | None:
+    """Where the slug's drafter lies: in the model's own folder and repository."""
+    if found.drafter is None:
+        return None
+    return ModelRef(file=found.drafter.file, dir=found.model.dir, repo=found.model.repo)
+
+
+def projector_path(target: Target) -> Path | None:
+    """File of the slug's projector, None when it names none. Raises ModelUnreadable when it is not here."""
+    if target.slug is None or target.slug.mmproj is None:
+        return None
+    from launcher.weights import find
+
+    model = target.slug.model
+    return find.find_model(ModelRef(file=target.slug.mmproj, dir=model.dir, repo=model.repo), target=target.name)
+
+
+def drafter_type(header: ModelHeader) -> str:
+    """Value of --spec-type for a draft model that nobody described, from what its file holds.
+
+    DSpark is DFlash with a Markov head beside it; a NextN file drafts for its own target.
+    """
+    if header.arch == "dflash":
+        names = {t.name for t in header.tensors}
+        return "draft-dspark" if "markov_w1.weight" in names else "draft-dflash"
+    nextn = header.metadata.get(f"{header.arch}.nextn_predict_layers", 0)
+    if isinstance(nextn, int) and nextn > 0:
+        return "draft-mtp"
+    return "draft-simple"

@@ -1,0 +1,118 @@
+"""The whole way with a real engine: dry run in the plan, `switch` on two loopback devices, audit, answer, `stop`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import pytest
+
+import launcher
+from launcher.serve import native, state
+from launcher.structs import Source
+from launcher.units import MIB
+from launcher.workflows import plan, target
+from tests.engine.conftest import RpcServers
+from tests.engine.ports import free_port
+
+pytestmark = pytest.mark.engine
+ROOT = Path(launcher.__file__).parent.parent
+
+
+def slug(home: Path, name: str, file: str, *, port: int, rpc: str) -> None:
+    """A slug of the user with RPC devices, small enough for every machine."""
+    path = home / "config" / "slugs" / f"{name}.yaml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(
+        f"schema: 1\nstatus: production\ntitle: {name}\nmodel: {{file: {file}}}\nrpc: {rpc}\n"
+        f"serve: {{port: {port}, alias: tiny, n_ctx: 2k, n_batch: 512, n_ubatch: 512, cache_ram: 0, checkpoints: 1}}\n"
+        "placement: {margin: 0}\n"
+    )
+
+
+@pytest.fixture
+def models_here(tiny: Callable[[str], Path], engine_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A tiny model in MODEL_DIR, and the engine under test as the one that commands find."""
+    path = tiny("tiny-qwen3moe")
+    monkeypatch.setenv("MODEL_DIR", str(path.parent))
+    monkeypatch.setenv("LLAMA_SERVER", str(engine_path))
+    return path
+
+
+@pytest.fixture
+def cleaned() -> Iterator[None]:
+    yield
+    for record in state.records():
+        native.stop(record, grace_s=5)
+
+
+def child(*argv: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "launcher", *argv], capture_output=True, text=True, check=False, cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+
+
+def test_the_dry_run_replaces_the_bounds_and_fills_what_they_left(
+    models_here: Path, launcher_home: Path, rpc_servers: RpcServers
+) -> None:
+    """Two rounds at most: the exact compute buffer is smaller than its bound, and a bundle may take its place."""
+    (endpoint,) = rpc_servers(1)
+    slug(launcher_home, "t/one", models_here.name, port=free_port(), rpc=f'{{hosts: ["{endpoint}"]}}')
+    found = target.resolve("t/one")
+    surveyed, _ = plan.survey(found, {})
+    base = plan.gather(found, {}, surveyed)
+    gained = 0
+    for free_mib in (32, 44, 48, 56):
+        devices = tuple(replace(d, free_bytes=free_mib * MIB) for d in base.inventory.devices)
+        inputs = replace(base, inventory=replace(base.inventory, devices=devices))
+        by_formula = inputs.plan()
+        made = plan.make(inputs)
+        assert made.plan.fits
+        assert [d.source["compute"] for d in made.plan.devices] == [Source.DRY_RUN]
+        assert made.plan.devices[0].terms["compute"] <= by_formula.devices[0].terms["compute"]
+        assert len(made.plan.resident_layers) >= len(by_formula.resident_layers)
+        gained += len(made.plan.resident_layers) - len(by_formula.resident_layers)
+    assert gained > 0
+
+
+@pytest.mark.usefixtures("cleaned")
+def test_switch_on_two_loopback_devices_answers_as_planned(models_here: Path, launcher_home: Path) -> None:
+    port, first, second = free_port(), free_port(), free_port()
+    rpc = f'{{hosts: ["127.0.0.1:{first}", "127.0.0.1:{second}"], spawn: true, memory: 36MiB}}'
+    slug(launcher_home, "t/two", models_here.name, port=port, rpc=rpc)
+    done = child("switch", "t/two", "--json")
+    assert done.returncode == 0, done.stderr
+    doc = json.loads(done.stdout)
+    assert doc["audit"]["ok"], doc["audit"]["worst"]
+    assert len(doc["plan"]["devices"]) == 2
+    for row in doc["audit"]["rows"]:
+        if row["kind"] in ("model", "kv"):
+            assert abs(row["planned_bytes"] - row["real_bytes"]) <= 0.1 * MIB, row
+    question = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+    answer = httpx.post(f"{doc['server']['url']}/chat/completions", json=question, timeout=60, trust_env=False)
+    assert answer.json()["usage"]["completion_tokens"] > 0
+    record = state.running()[0]
+    assert len(record.rpc_servers) == 2
+    assert child("stop").returncode == 0
+    assert not any(native.alive(p) for p in (record.server, record.keeper, *record.rpc_servers))
+
+
+@pytest.mark.usefixtures("cleaned")
+def test_switching_to_another_slug_plans_with_what_the_first_gives_back(models_here: Path, launcher_home: Path) -> None:
+    for name in ("t/a", "t/b"):
+        rpc = f'{{hosts: ["127.0.0.1:{free_port()}"], spawn: true, memory: 36MiB}}'
+        slug(launcher_home, name, models_here.name, port=free_port(), rpc=rpc)
+    assert child("switch", "t/a").returncode == 0
+    before = state.running()[0]
+    done = child("switch", "t/b", "--yes")
+    assert done.returncode == 0, done.stderr
+    assert "t/a stopped in" in done.stdout
+    assert "plan still holds" in done.stdout
+    assert [r.slug for r in state.running()] == ["t/b"]
+    assert not native.alive(before.server)

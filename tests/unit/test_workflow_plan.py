@@ -1,0 +1,154 @@
+"""The pipeline of `plan` without a command line: pinning, the engine's names, ways out, what is credited."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from launcher.errors import DoesNotFit
+from launcher.structs import MeasuredCompute, Plan, Settings
+from launcher.units import GIB, MIB
+from launcher.workflows import overrides, target, ways_out
+from launcher.workflows import plan as workflow
+from launcher.workflows.plan import Inputs
+from tests import builders, models
+
+
+def inputs(*, ram_gib: float = 190, drafted: bool = True, **changes: object) -> Inputs:
+    """The quality tier on two cards with 24,125 MiB free."""
+    draft = models.replica_header("deepseek-v4-flash-dspark-Q8_0") if drafted else None
+    settings = replace(models.deepseek(), **changes) if changes else models.deepseek()  # type: ignore[arg-type]
+    if not drafted:
+        settings = replace(settings, drafter_type=None, draft_n_max=0)
+    return Inputs(
+        target=target.Target(name="/m.gguf", slug=None, path=Path("/m.gguf")),
+        header=models.replica_header("deepseek-v4-flash-UD-Q8_K_XL"),
+        drafter=draft,
+        inventory=models.rig(models.card(0, 24125), models.card(1, 24125), ram_gib=ram_gib),
+        settings=settings,
+        given={},
+    )
+
+
+def measured_of(plan: Plan, extra: int = 0) -> MeasuredCompute:
+    """What a dry run of this plan would say if the formulas were exact, in the engine's names."""
+    return MeasuredCompute(
+        compute_bytes={d.device.name: d.terms["compute"] + extra for d in plan.devices},
+        host_compute_bytes=plan.host.terms["compute"],
+        model_bytes={},
+        context_bytes={},
+    )
+
+
+def test_a_pinned_plan_is_the_same_placement() -> None:
+    made = inputs()
+    plan = made.plan()
+    again = workflow.pinned(made, plan).plan()
+    assert workflow.same_placement(plan, again)
+
+
+def test_a_pinned_plan_keeps_its_placement_when_the_measure_says_it_does_not_fit() -> None:
+    made = inputs()
+    plan = made.plan()
+    again = workflow.pinned(made, plan).plan(measured=measured_of(plan, 8 * GIB))
+    assert workflow.same_placement(plan, again)
+    assert not again.fits
+
+
+def test_pinning_survives_a_device_that_was_left_out() -> None:
+    made = inputs(drafted=False)
+    lean = replace(
+        made.inventory, devices=(replace(made.inventory.devices[0], free_bytes=600 * MIB), made.inventory.devices[1])
+    )
+    made = replace(made, inventory=lean)
+    plan = made.plan()
+    assert [d.rig_name for d in plan.devices] == ["CUDA1"]
+    again = workflow.pinned(made, plan).plan()
+    assert [d.rig_name for d in again.devices] == ["CUDA1"]
+    assert workflow.same_placement(plan, again)
+
+
+def test_measures_are_taken_home_under_the_names_of_the_rig() -> None:
+    plan = inputs().plan()
+    one = replace(plan.devices[1], rig_name="CUDA1", device=replace(plan.devices[1].device, name="CUDA0"))
+    seen = MeasuredCompute(
+        compute_bytes={"CUDA0": 5}, host_compute_bytes=1, model_bytes={"CUDA0": 6}, context_bytes={"CUDA0": 7},
+        draft_bytes={"CUDA0": 8},
+    )  # fmt: skip
+    home = workflow._in_rig_names(seen, replace(plan, devices=(one,)))
+    assert home.compute_bytes == {"CUDA1": 5}
+    assert home.draft_bytes == {"CUDA1": 8}
+
+
+def test_ways_out_are_planned_and_the_first_one_that_fits_is_the_fix() -> None:
+    made = inputs(ram_gib=121.4)
+    planned = workflow.launched(made, made.plan())
+    plan = ways_out.added(planned).plan
+    assert plan.refusal is not None
+    ways = plan.refusal.ways_out
+    assert ways[0].change == "--drafter off"
+    assert ways[0].fits
+    assert ways[0].resident_layers > len(plan.resident_layers)
+    assert 1 < len(ways) <= 4
+    assert ways[-1].change.endswith("GiB more RAM: fits as is")
+    with pytest.raises(DoesNotFit) as caught:
+        workflow.refuse(plan)
+    assert caught.value.fix.startswith("launcher plan /m.gguf --drafter off     # ")
+    assert caught.value.reference == "host-ram-short"
+
+
+def test_a_way_out_does_what_it_says() -> None:
+    made = inputs(ram_gib=121.4)
+    plan = ways_out.added(workflow.launched(made, made.plan())).plan
+    assert plan.refusal is not None
+    without = replace(made, drafter=None, settings=overrides.with_drafter(made.settings, None, 0, {})).plan()
+    first = plan.refusal.ways_out[0]
+    assert (first.host_required_bytes, first.resident_layers) == (
+        without.host.required_bytes,
+        len(without.resident_layers),
+    )
+
+
+def test_memory_that_is_bought_is_no_command() -> None:
+    made = inputs(ram_gib=30)
+    plan = ways_out.added(workflow.launched(made, made.plan())).plan
+    with pytest.raises(DoesNotFit) as caught:
+        workflow.refuse(plan)
+    assert not caught.value.fix.startswith("launcher plan /m.gguf 1")
+    assert "GiB more RAM" in caught.value.fix
+
+
+def test_a_plan_that_fits_has_no_ways_out_and_no_refusal() -> None:
+    made = inputs()
+    planned = workflow.launched(made, made.plan())
+    assert ways_out.added(planned) is planned
+    workflow.refuse(planned.plan)
+
+
+def test_kind_of_a_draft_model_nobody_described() -> None:
+    spark = models.replica_header("deepseek-v4-flash-dspark-Q8_0")
+    assert target.drafter_type(spark) == "draft-dspark"
+    assert target.drafter_type(replace(spark, tensors=())) == "draft-dflash"
+    nextn = builders.header(arch="glm4moe", metadata={"glm4moe.nextn_predict_layers": 1})
+    assert target.drafter_type(nextn) == "draft-mtp"
+    assert target.drafter_type(builders.header(arch="llama")) == "draft-simple"
+
+
+def test_settings_of_a_bare_file_are_the_defaults_with_this_hosts_cores() -> None:
+    host = models.rig(ram_gib=64).host
+    found = overrides.settings(None, {}, host)
+    assert found == replace(Settings(), threads=host.cores)
+
+
+def test_devices_in_the_order_asked_for() -> None:
+    devices = tuple(replace(models.card(i, 20000), uuid=f"GPU-{i}{i}{i}{i}aa") for i in range(3))
+    names = lambda wanted: [d.name for d in overrides.choose_devices(devices, wanted)]  # noqa: E731
+    assert names(None) == ["CUDA0", "CUDA1", "CUDA2"]
+    assert names("2,0") == ["CUDA2", "CUDA0"]
+    assert names("cuda1") == ["CUDA1"]
+    assert names("GPU-2222") == ["CUDA2"]
+    assert names("-CUDA1") == ["CUDA0", "CUDA2"]
+    assert names(("CUDA1",)) == ["CUDA1"]
+    assert names("none") == []
