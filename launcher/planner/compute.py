@@ -6,7 +6,7 @@ engine's own dry run is at hand its numbers replace these.
 
 Everything is counted in units of one activation row, 4 * n_embd bytes, per token of a micro-batch: in that unit all
 models of an architecture fall together. Masks come on top. Coefficients were fitted on buffer sizes that llama.cpp
-b11434 reported (tests/golden/engine_rows.jsonl): `s-`, `q8-` and full-logits rows on CUDA with 1 to 4 devices, `rpc-`
+b11434 reported (tests/golden/engine_rows.jsonl): `s-`, `q8-`, `h-` and full-logits rows on CUDA, 1 to 4 devices, `rpc-`
 and `dspark-` rows on two RPC devices, `cpu-` rows without a device. deepseek4 was also run at 25 contexts from 8K to 1M
 with 5 splits on RPC servers made to accept offloaded operations as CUDA does: those give every CUDA row of a device
 after the first to 1 MiB, and of the first device at micro-batches up to 2048.
@@ -17,7 +17,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from launcher.planner import kv
-from launcher.planner.shape import Attention, ModelShape
+from launcher.planner.attention import Attention
+from launcher.planner.shape import ModelShape
 from launcher.structs import Settings
 from launcher.units import MIB, pad
 
@@ -260,8 +261,8 @@ def _dsv4(shape: ModelShape, s: Settings, b: _Batch, p: _Place) -> int:
     high = p.first or not p.offloads or p.start_ratio != 4 or (tapped and 3.2 < c <= 4)
     if c > 8:
         n = (29.5 if high else 25.8) + (5.65 if p.copy else 5.3) * c
-    elif c > 4 and large and p.copy:  # 3382 MiB on one device and 3338 on two at 204800
-        n = (28.3 if p.output else 27.7) + 4 * max(c, 6.25)
+    elif c > 4 and large and p.copy:  # 3382 MiB on one device, 3318 to 3354 on the first of two at 204800
+        n = (28.3 if p.output else 27.6) + 4 * c
     elif c > 4:
         n = (29.5 if high else 25.8) + 4 * c + (0 if c <= 7.5 else 0.6 if large else c)
     elif c > 3.75:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from launcher.planner.shape import Attention, LayerShape, ModelShape
+from launcher.planner.attention import Attention
+from launcher.planner.shape import LayerShape, ModelShape
 from launcher.structs import Settings
 from launcher.units import KV_TYPES, pad
 

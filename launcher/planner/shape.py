@@ -1,4 +1,4 @@
-"""header -> ModelShape: what each block weighs, which bundles there are, what kind of attention each layer has.
+"""header -> ModelShape: what each block weighs, which bundles there are, what its layers keep.
 
 Duty: read tensors and `<arch>.*` keys once, so that the rest of the planner never looks at a header again. It must
 not know devices. Names and rules are llama.cpp b11434's (`src/llama-arch.cpp`, `src/models`, `src/llama-hparams.cpp`).
@@ -7,13 +7,21 @@ not know devices. Names and rules are llama.cpp b11434's (`src/llama-arch.cpp`, 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import cached_property
 
 from launcher.errors import ModelUnreadable
-from launcher.structs import ModelHeader, Scalar, TensorInfo
+from launcher.planner.attention import (
+    Attention,
+    Keys,
+    attention_of,
+    conv_state,
+    n_swa,
+    recurrent_state,
+    widths_of,
+)
+from launcher.structs import ModelHeader, TensorInfo
 from launcher.units import GGML_TYPES, pad
 
 # Every routed-expert tensor: fused, chunked, biases and scales included. Also the pattern class of every rule.
@@ -26,17 +34,6 @@ _LEGACY = re.compile(r"^ffn_(gate|up|down)\.\d+\.")
 _INPUT = ("token_embd.", "position_embd.", "token_types.", "per_layer_token_embd.", "masked_embd_")
 # Created once per device that owns a layer (TENSOR_DUPLICATED): rope factors.
 _PER_DEVICE = ("rope_freqs.", "rope_factors_")
-
-# Sliding-window period where the file has no `attention.sliding_window_pattern`: (period, dense layer first),
-# from `load_swa_pattern(ml, N, dense_first)` in src/models/*.cpp of b11434. Layer i slides when i % N < N - 1,
-# or with dense_first when i % N != 0; period 0: every layer slides.
-SWA_PERIODS: dict[str, tuple[int, bool]] = {
-    "afmoe": (4, False), "cohere2": (4, False), "cohere2moe": (4, True), "exaone-moe": (4, False),
-    "exaone4": (4, False), "gemma2": (2, False), "gemma3": (6, False), "gemma3n": (5, False),
-    "gpt-oss": (2, False), "laguna": (4, True), "llama4": (4, False), "mellum": (4, False),
-    "muse-glimmer": (4, False), "olmo2": (4, False), "plamo3": (8, False), "smallthinker": (4, True),
-    "deepseek4": (0, False), "dflash": (0, False),
-}  # fmt: skip
 # Archs whose NextN blocks are never loaded by this build, MTP asked for or not (engine document 1.6).
 _NEXTN_NEVER = frozenset({"bailingmoe2", "dots3note", "exaone-moe", "exaone4", "glm4"})
 # Archs that can roll their recurrent or compressor state back, so that a drafter multiplies it (src/llama-arch.cpp).
@@ -44,21 +41,6 @@ ROLLBACK_ARCHS = frozenset({
     "qwen35", "qwen35moe", "qwen4exp", "deepseek4", "kimi-k3", "glm5-next", "nemotron_h", "nemotron_h_moe",
     "lfm2", "lfm2moe", "bailingmoe3",
 })  # fmt: skip
-# Kinds whose cache has parts that this planner does not model: priced as plain attention and labelled.
-_UNMODELLED = frozenset({
-    "deepseek32", "glm-dsa", "hy-v4", "dots3note", "minimax-m3", "glm5-next", "qwen4exp", "kimi-k3",
-})  # fmt: skip
-
-
-class Attention(StrEnum):
-    """How one layer remembers."""
-
-    FULL = "full"
-    SWA = "swa"
-    MLA = "mla"
-    DSV4 = "dsv4"
-    RECURRENT = "recurrent"
-    NONE = "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,35 +146,6 @@ def tensor_sizes(t: TensorInfo) -> Sizes:
     return Sizes(t.size_bytes, pad(t.size_bytes, 32), pad(cuda, 128))
 
 
-class _Keys:
-    """`<arch>.*` of a header: one accessor for keys that are a scalar in one file and a per-layer array in the next."""
-
-    def __init__(self, header: ModelHeader) -> None:
-        self.meta = header.metadata
-        self.arch = header.arch
-
-    def get(self, key: str, default: int = 0) -> int:
-        """The key as an int; of an array its largest element."""
-        value = self.meta.get(f"{self.arch}.{key}")
-        if isinstance(value, tuple):
-            return max((int(v) for v in value), default=default)
-        return default if value is None or isinstance(value, str) else int(value)
-
-    def has(self, key: str) -> bool:
-        return f"{self.arch}.{key}" in self.meta
-
-    def per_layer(self, key: str, layer: int, default: int) -> int:
-        """The key for one layer, whether the file has a scalar or an array."""
-        value = self.meta.get(f"{self.arch}.{key}")
-        if isinstance(value, tuple):
-            return int(value[layer]) if layer < len(value) else default
-        return default if value is None or isinstance(value, str) else int(value)
-
-    def array(self, key: str) -> tuple[Scalar, ...] | None:
-        value = self.meta.get(f"{self.arch}.{key}")
-        return value if isinstance(value, tuple) else None
-
-
 def model_shape(header: ModelHeader, *, mtp: bool = False) -> ModelShape:
     """The shape of a model as the engine will load it.
 
@@ -202,7 +155,7 @@ def model_shape(header: ModelHeader, *, mtp: bool = False) -> ModelShape:
     Raises ModelUnreadable for a file without `block_count`, with legacy one-tensor-per-expert names, or with a routed
     tensor outside the class that our rules can name.
     """
-    keys = _Keys(header)
+    keys = Keys(header)
     n_layer = keys.get("block_count")
     if n_layer <= 0:
         raise ModelUnreadable(
@@ -222,9 +175,9 @@ def model_shape(header: ModelHeader, *, mtp: bool = False) -> ModelShape:
         else:
             warnings.append(f"{t.name} lies beyond block_count {n_layer} and is not loaded")
     n_nextn = _nextn(keys, header, n_layer)
-    attention = _attention(keys, blocks, n_layer, n_nextn, warnings)
+    attention = attention_of(keys, blocks, n_layer, n_nextn, warnings)
     loaded_nextn = mtp and header.arch not in _NEXTN_NEVER
-    widths, source = _widths(keys, blocks)
+    widths, source = widths_of(keys, blocks)
     layers = tuple(
         _layer(i, blocks[i], i < n_layer - n_nextn or loaded_nextn, attention(i), widths(i, attention(i)), keys)
         for i in range(n_layer)
@@ -246,9 +199,9 @@ def model_shape(header: ModelHeader, *, mtp: bool = False) -> ModelShape:
         n_expert_used=keys.get("expert_used_count"),
         n_ff=keys.get("feed_forward_length"),
         n_ff_exp=_n_ff_exp(keys, blocks),
-        n_swa=_n_swa(keys),
-        n_embd_r=_conv_state(keys),
-        n_embd_s=_recurrent_state(keys),
+        n_swa=n_swa(keys),
+        n_embd_r=conv_state(keys),
+        n_embd_s=recurrent_state(keys),
         indexer_width=keys.get("attention.indexer.key_length"),
         layers=layers,
         input=_sum(t for t in rest if t.name.startswith(_INPUT)),
@@ -263,15 +216,15 @@ def model_shape(header: ModelHeader, *, mtp: bool = False) -> ModelShape:
     )
 
 
-def _sum(tensors: object) -> Sizes:
+def _sum(tensors: Iterable[TensorInfo]) -> Sizes:
     total = Sizes()
-    for t in tensors:  # type: ignore[attr-defined]
+    for t in tensors:
         total += tensor_sizes(t)
     return total
 
 
 def _layer(
-    i: int, tensors: list[TensorInfo], loaded: bool, attention: Attention, widths: tuple[int, int], keys: _Keys
+    i: int, tensors: list[TensorInfo], loaded: bool, attention: Attention, widths: tuple[int, int], keys: Keys
 ) -> LayerShape:
     experts, dense = [], []
     for t in tensors:
@@ -306,7 +259,7 @@ def _layer(
     )
 
 
-def _nextn(keys: _Keys, header: ModelHeader, n_layer: int) -> int:
+def _nextn(keys: Keys, header: ModelHeader, n_layer: int) -> int:
     n = keys.get("nextn_predict_layers")
     # src/models/deepseek4.cpp: a file without the MTP block has none, whatever the key says
     if n and keys.arch == "deepseek4":
@@ -315,7 +268,7 @@ def _nextn(keys: _Keys, header: ModelHeader, n_layer: int) -> int:
     return min(n, n_layer)
 
 
-def _n_ff_exp(keys: _Keys, blocks: list[list[TensorInfo]]) -> int:
+def _n_ff_exp(keys: Keys, blocks: list[list[TensorInfo]]) -> int:
     """Rows of one expert's up projection: from the tensor, since keys differ by arch."""
     for block in blocks:
         for t in block:
@@ -324,112 +277,7 @@ def _n_ff_exp(keys: _Keys, blocks: list[list[TensorInfo]]) -> int:
     return keys.get("expert_feed_forward_length")
 
 
-def _n_swa(keys: _Keys) -> int:
-    if keys.arch == "llama4" and not keys.has("attention.sliding_window"):
-        return 8192  # src/models/llama4.cpp: chunked attention, 8192 unless the key says otherwise
-    return keys.get("attention.sliding_window")
-
-
-def _attention(
-    keys: _Keys, blocks: list[list[TensorInfo]], n_layer: int, n_nextn: int, warnings: list[str]
-) -> Callable[[int], Attention]:
-    arch = keys.arch
-    mla = keys.get("attention.key_length_mla") > 0 and keys.get("attention.value_length_mla") > 0
-    n_shared = keys.get("attention.shared_kv_layers")
-    n_swa = _n_swa(keys)
-    slides = _swa_layers(keys, n_layer - n_nextn, n_swa, warnings)
-    if arch in _UNMODELLED:
-        warnings.append(f"{arch}: its cache has parts that are not modelled; priced as plain attention, use a dry run")
-
-    def kind(i: int) -> Attention:
-        names = {t.name.split(".", 2)[2].split(".")[0] for t in blocks[i]}
-        if arch == "deepseek4":
-            return Attention.DSV4
-        recurrent = any(n.startswith(("ssm_", "shortconv", "time_mix")) for n in names)
-        has_kv = any(n in names for n in ("attn_k", "attn_qkv", "attn_kv_a_mqa", "attn_kv", "attn_k_b"))
-        if recurrent and not has_kv or (recurrent and "ssm_conv1d" in names):
-            return Attention.RECURRENT
-        if n_shared and i >= n_layer - n_shared:
-            return Attention.NONE
-        if keys.has("attention.head_count_kv") and keys.per_layer("attention.head_count_kv", i, 1) == 0:
-            return Attention.RECURRENT if keys.get("shortconv.l_cache") else Attention.NONE
-        if mla:
-            return Attention.MLA
-        return Attention.SWA if n_swa and slides(i) else Attention.FULL
-
-    return kind
-
-
-def _swa_layers(keys: _Keys, n_trunk: int, n_swa: int, warnings: list[str]) -> Callable[[int], bool]:
-    key = "attention.sliding_window_pattern"
-    array = keys.array(key)
-    if array is not None:
-        return lambda i: i < len(array) and bool(array[i])
-    known = SWA_PERIODS.get(keys.arch)
-    if keys.has(key):
-        period, dense_first = keys.get(key), bool(known and known[1])
-    elif known:
-        period, dense_first = known
-    else:
-        if n_swa:
-            warnings.append(f"{keys.arch}: a sliding window of {n_swa} whose layers are not known; all priced as full")
-        return lambda _: False
-    if period == 0:
-        return lambda i: i < n_trunk
-    if dense_first:
-        return lambda i: i < n_trunk and i % period != 0
-    return lambda i: i < n_trunk and i % period < period - 1
-
-
-def _widths(keys: _Keys, blocks: list[list[TensorInfo]]) -> tuple[Callable[[int, Attention], tuple[int, int]], str]:
-    """Cached row widths per layer, and where the head length came from (case: files without key_length)."""
-    n_head, n_embd = keys.get("attention.head_count"), keys.get("embedding_length")
-    source = "attention.key_length"
-    head_k, head_v = keys.get("attention.key_length"), keys.get("attention.value_length")
-    if not head_k and n_head:
-        head_k, source = n_embd // n_head, "embedding_length / head_count"
-    head_v = head_v or (n_embd // n_head if n_head else head_k)
-    rows = {  # width over heads, or where that fails the shape of attn_k itself
-        i: t.shape[1] for i, b in enumerate(blocks) for t in b if t.name.endswith(".attn_k.weight") and len(t.shape) > 1
-    }
-    if not head_k:
-        source = "attn_k shape"
-
-    def widths(i: int, kind: Attention) -> tuple[int, int]:
-        if kind in (Attention.NONE, Attention.RECURRENT):
-            return 0, 0
-        n_kv = keys.per_layer("attention.head_count_kv", i, keys.per_layer("attention.head_count", i, n_head))
-        k, v = head_k, head_v
-        if kind is Attention.SWA:
-            k = keys.get("attention.key_length_swa", k) or k
-            v = keys.get("attention.value_length_swa", v) or v
-        if not k:
-            row = rows.get(i, 0)
-            return row, row
-        return k * n_kv, 0 if kind in (Attention.MLA, Attention.DSV4) else v * n_kv
-
-    return widths, source
-
-
-def _conv_state(keys: _Keys) -> int:
-    """f32 elements of the convolution state of one recurrent layer (llama-hparams.cpp: n_embd_r)."""
-    if keys.get("shortconv.l_cache"):
-        return keys.get("embedding_length") * (keys.get("shortconv.l_cache") - 1)
-    conv = keys.get("ssm.conv_kernel")
-    if keys.get("kda.head_dim"):
-        return 3 * (conv - 1 if conv else 3) * keys.get("attention.head_count") * keys.get("kda.head_dim")
-    inner = keys.get("ssm.inner_size") + 2 * keys.get("ssm.group_count") * keys.get("ssm.state_size")
-    return max(conv - 1, 0) * inner
-
-
-def _recurrent_state(keys: _Keys) -> int:
-    """f32 elements of the recurrent state of one layer (llama-hparams.cpp: n_embd_s)."""
-    if keys.get("kda.head_dim"):
-        return keys.get("kda.head_dim") ** 2 * keys.get("attention.head_count")
-    return keys.get("ssm.state_size") * keys.get("ssm.inner_size")
-
-
-def _cross_check(keys: _Keys, layers: tuple[LayerShape, ...], warnings: list[str]) -> None:
+def _cross_check(keys: Keys, layers: tuple[LayerShape, ...], warnings: list[str]) -> None:
     """Tensors decide what is MoE; a key that disagrees is worth a word."""
     loaded = [layer for layer in layers if layer.loaded]
     first = next((layer.index for layer in loaded if layer.bundle.file), None)

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from launcher.planner import kv, model_shape
-from launcher.planner.shape import Attention, ModelShape
+from launcher.planner.attention import Attention
+from launcher.planner.shape import ModelShape
 from launcher.structs import ModelHeader, Settings
 from launcher.units import MIB
 from tests.engine_rows import rows, shapes
@@ -20,7 +21,7 @@ def cache_bytes(shape: ModelShape, s: Settings) -> int:
 
 
 def test_every_row_of_the_engine_is_met_exactly() -> None:
-    """937 breakdowns: byte rows to the byte, MiB rows to the truncated number."""
+    """Every breakdown: byte rows to the byte, MiB rows to the truncated number."""
     checked = 0
     for row in rows():
         if {"nkvo", "swafull"} & set(row.tag.split("-")):
