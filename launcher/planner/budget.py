@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from launcher.planner import compute, kv, owner
+from launcher.planner import compute, kv, owner, pack
 from launcher.planner.shape import ModelShape
 from launcher.structs import DEVICE_TERMS, Device, MeasuredCompute, Settings, Source
 from launcher.units import GIB, MIB
@@ -161,6 +161,26 @@ def sources(p: Problem, k: int) -> dict[str, Source]:
     return source
 
 
+def table(p: Problem, backend: str) -> pack.BundleTable:
+    """Where the bundles of each size lie, in that backend's bytes."""
+    key = ("table", backend)
+    if key not in p.memo:
+        p.memo[key] = pack.bundle_table([layer.bundle.on(backend) for layer in p.shape.layers])
+    found = p.memo[key]
+    assert isinstance(found, pack.BundleTable)
+    return found
+
+
+def sums(p: Problem, k: int) -> pack.Sums | None:
+    """Every sum of bundles that device `k` could hold at all."""
+    key = ("sums", p.devices[k].name)
+    if key not in p.memo:
+        p.memo[key] = pack.sums(table(p, p.devices[k].backend), p.devices[k].free_bytes or 0)
+    found = p.memo[key]
+    assert found is None or isinstance(found, pack.Sums)
+    return found
+
+
 def compute_bytes(p: Problem, k: int, start: int, end: int, n_resident: int, host_anywhere: bool) -> int:
     """The compute buffer of a range with so many resident bundles: dry run where it speaks of it, else the bound."""
     own_output = end == p.shape.n_layer + 1
@@ -168,20 +188,29 @@ def compute_bytes(p: Problem, k: int, start: int, end: int, n_resident: int, hos
     # A drafter that taps hidden states makes the engine reserve again after any dry run, on the output's device.
     if measured is not None and not (own_output and p.settings.drafter_type in compute.EXTRACTING):
         return measured
-    bound = compute.device_compute_bytes(
-        p.shape,
-        p.settings,
-        backend=p.devices[k].backend,
-        slots=range(start, end),
-        first=k == 0,
-        output=own_output,
-        n_devices=len(p.devices),
-        resident_here=n_resident > 0,
-        host_here=n_resident < bisect_left(p.moe_layers, end) - bisect_left(p.moe_layers, start),
-        host_anywhere=host_anywhere,
-        override=bool(p.moe_layers),
-        largest_host_expert_bytes=p.largest_expert_bytes,
-    )
+    n_moe = bisect_left(p.moe_layers, end) - bisect_left(p.moe_layers, start)
+    slots = range(start, end)
+    key = (
+        "compute", p.devices[k].backend, compute.slot_class(p.shape, slots), k == 0, own_output, len(p.devices),
+        n_resident > 0, n_resident < n_moe, host_anywhere,
+    )  # fmt: skip
+    if key not in p.memo:
+        p.memo[key] = compute.device_compute_bytes(
+            p.shape,
+            p.settings,
+            backend=p.devices[k].backend,
+            slots=slots,
+            first=k == 0,
+            output=own_output,
+            n_devices=len(p.devices),
+            resident_here=n_resident > 0,
+            host_here=n_resident < n_moe,
+            host_anywhere=host_anywhere,
+            override=bool(p.moe_layers),
+            largest_host_expert_bytes=p.largest_expert_bytes,
+        )
+    bound = p.memo[key]
+    assert isinstance(bound, int)
     return max(bound, measured or 0)
 
 

@@ -145,6 +145,13 @@ def _dsv4_cells(ctx: kv.Context) -> int:
     return pad(-(-ctx.n_seq // 4), 256)
 
 
+def slot_class(shape: ModelShape, slots: range) -> int:
+    """All that a device's bound depends on in its slots: -1 for none, else the ratio of the first (the output: 4)."""
+    if not slots:
+        return -1
+    return shape.layers[slots[0]].ratio if slots[0] < shape.n_layer else 4
+
+
 def device_compute_bytes(
     shape: ModelShape, s: Settings, *, backend: str, slots: range, first: bool, output: bool, n_devices: int,
     resident_here: bool, host_here: bool, host_anywhere: bool, override: bool,
@@ -167,7 +174,7 @@ def device_compute_bytes(
     pipeline = not override and n_devices > 1
     p = _Place(
         offloads=offloads, first=first, output=output, alone=n_devices == 1, resident=resident_here, host=host_here,
-        start_ratio=shape.layers[slots[0]].ratio if slots[0] < shape.n_layer else 4,
+        start_ratio=slot_class(shape, slots),
         copy=largest_host_expert_bytes if first and host_anywhere and offloads else 0,
     )  # fmt: skip
     peak = _dsv4(shape, s, b, p) if dsv4 else _common(shape, s, b, p)

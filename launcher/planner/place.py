@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-from launcher.planner import budget
+from launcher.planner import budget, pack
 from launcher.planner.budget import Problem
 
 # One more device in the chain costs a copy of the activations per token; a tie-breaker, not a model of links.
@@ -39,8 +39,11 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class _Value:
+    """What a range is worth on a device. `take` counts bundles per size; a fixed map names its blocks instead."""
+
     score: Score
-    resident: tuple[int, ...]
+    take: pack.Take
+    blocks: tuple[int, ...] | None
     short: int
 
 
@@ -83,15 +86,21 @@ def _reduced(p: Problem, subset: tuple[int, ...]) -> Problem:
     )
 
 
-def _expand(p: Problem, subset: tuple[int, ...], values: dict[int, tuple[int, _Value]]) -> Choice:
+def _expand(p: Problem, subset: tuple[int, ...], picks: Sequence[tuple[int, _Value]]) -> Choice:
+    """Slots and values of a subset's devices, in order, as a choice over all devices."""
     n = len(p.devices)
-    at = {k: values[pos] for pos, k in enumerate(subset)}
-    empty = _Value((0, 0, 0), (), 0)
-    return Choice(
-        counts=tuple(at[k][0] if k in at else 0 for k in range(n)),
-        resident=tuple((at[k][1] if k in at else empty).resident for k in range(n)),
-        short_bytes=tuple((at[k][1] if k in at else empty).short for k in range(n)),
-    )
+    counts, resident, short, start = [0] * n, [()] * n, [0] * n, 0
+    blocks: list[tuple[int, ...]] = list(resident)
+    for k, (slots, value) in zip(subset, picks, strict=True):
+        end = start + slots
+        counts[k], short[k] = slots, value.short
+        if value.blocks is not None:
+            blocks[k] = value.blocks
+        else:
+            table = budget.table(p, p.devices[k].backend)
+            blocks[k] = table.taken(value.take, start, end, highest=end == p.shape.n_layer + 1)
+        start = end
+    return Choice(counts=tuple(counts), resident=tuple(blocks), short_bytes=tuple(short))
 
 
 def _search(p: Problem, subset: tuple[int, ...]) -> tuple[tuple[Score, tuple[int, ...]], Choice] | None:
@@ -109,7 +118,7 @@ def _search(p: Problem, subset: tuple[int, ...]) -> tuple[tuple[Score, tuple[int
     return (score, tuple(-k for k in subset)), _expand(p, subset, picks)
 
 
-def _programme(p: Problem, *, host_anywhere: bool) -> tuple[Score, dict[int, tuple[int, _Value]]] | None:
+def _programme(p: Problem, *, host_anywhere: bool) -> tuple[Score, list[tuple[int, _Value]]] | None:
     """best[j] after device k: the best way to give slots [0, j) to devices 0..k, each at least one slot."""
     n_slots, n = p.shape.n_layer + 1, len(p.devices)
     if n > n_slots:
@@ -135,7 +144,7 @@ def _programme(p: Problem, *, host_anywhere: bool) -> tuple[Score, dict[int, tup
     if n_slots not in row:
         return None
     score, negative, values = row[n_slots]
-    return score, {k: (-negative[k], values[k]) for k in range(n)}
+    return score, [(-negative[k], values[k]) for k in range(n)]
 
 
 def _value(p: Problem, k: int, start: int, end: int, host_anywhere: bool) -> _Value | None:
@@ -154,30 +163,34 @@ def _value(p: Problem, k: int, start: int, end: int, host_anywhere: bool) -> _Va
 
 def _best_value(p: Problem, k: int, start: int, end: int, host_anywhere: bool) -> _Value | None:
     """All bundles, else the best subset, else none: compute differs between the three, so each is priced on its own."""
-    candidates = _candidates(p, start, end)
+    device = p.devices[k]
     fixed = budget.fixed_terms(p, k, start, end)
-    left = (p.devices[k].free_bytes or 0) - sum(fixed.values())
+    left = (device.free_bytes or 0) - sum(fixed.values())
     if left < 0:
         return None
-    options = [candidates, *((None, ()) if host_anywhere else ())]
+    table = budget.table(p, device.backend)
+    available = table.available(start, end)
     wanted = _fixed(p, k)
     if wanted is not None:
-        if not wanted <= set(candidates):
+        if not wanted <= set(_candidates(p, start, end)):
             return None
-        options = [tuple(sorted(wanted))]
-    for option in options:
-        some = 1 if option is None else len(option)
-        room = left - budget.compute_bytes(p, k, start, end, some, host_anywhere)
-        resident = _knapsack(p, k, end, candidates, room) if option is None else option
-        size = _bundle_bytes(p, k, resident)
-        if size <= room and (resident or not option):
-            return _Value(_score(p, k, fixed, size, len(resident)), resident, 0)
-    return None
-
-
-def _bundle_bytes(p: Problem, k: int, resident: tuple[int, ...]) -> int:
-    backend = p.devices[k].backend
-    return sum(p.shape.layers[i].bundle.on(backend) for i in resident)
+        size = sum(p.shape.layers[i].bundle.on(device.backend) for i in wanted)
+        room = left - budget.compute_bytes(p, k, start, end, len(wanted), host_anywhere)
+        return _worth(p, k, fixed, size, len(wanted), (), tuple(sorted(wanted))) if size <= room else None
+    n_all = sum(available)
+    size = table.bytes(start, end)
+    if size <= left - budget.compute_bytes(p, k, start, end, n_all, host_anywhere):
+        return _worth(p, k, fixed, size, n_all, available, None)
+    if not host_anywhere:
+        return None
+    room = left - budget.compute_bytes(p, k, start, end, 1, host_anywhere)
+    if room > 0:
+        take = pack.best(table, budget.sums(p, k), available, room)
+        if any(take):
+            size = sum(n * s for n, s in zip(take, table.sizes, strict=True))
+            return _worth(p, k, fixed, size, sum(take), take, None)
+    room = left - budget.compute_bytes(p, k, start, end, 0, host_anywhere)
+    return _worth(p, k, fixed, 0, 0, (0,) * len(available), None) if room >= 0 else None
 
 
 def _candidates(p: Problem, start: int, end: int) -> tuple[int, ...]:
@@ -193,44 +206,21 @@ def _fixed(p: Problem, k: int) -> frozenset[int] | None:
     return p.fixed_layers.get(p.devices[k].name, frozenset())
 
 
-def _knapsack(p: Problem, k: int, end: int, candidates: tuple[int, ...], capacity: int) -> tuple[int, ...]:
-    """The subset with most bytes, then most layers; lowest indices, on the device that owns the output highest."""
-    backend = p.devices[k].backend
-    by_size: dict[int, list[int]] = {}
-    order = reversed(candidates) if end == p.shape.n_layer + 1 else iter(candidates)
-    for i in order:
-        by_size.setdefault(p.shape.layers[i].bundle.on(backend), []).append(i)
-    sizes = sorted(by_size, reverse=True)
-    best_bytes, best_count, best_take = 0, 0, dict.fromkeys(sizes, 0)
-
-    def fill(at: int, left: int, taken: dict[int, int], n_bytes: int, count: int) -> None:
-        nonlocal best_bytes, best_count, best_take
-        size = sizes[at]
-        most = min(len(by_size[size]), left // size)
-        if at == len(sizes) - 1:
-            total = (n_bytes + most * size, count + most)
-            if total > (best_bytes, best_count):
-                best_bytes, best_count = total
-                best_take = {**taken, size: most}
-            return
-        for take in range(most, -1, -1):
-            rest = left - take * size
-            if n_bytes + take * size + min(rest, rest_max[at + 1]) < best_bytes:
-                return  # fewer of this size cannot catch up
-            fill(at + 1, rest, {**taken, size: take}, n_bytes + take * size, count + take)
-
-    rest_max = [sum(s * len(by_size[s]) for s in sizes[i:]) for i in range(len(sizes))]
-    if capacity > 0:
-        fill(0, capacity, {}, 0, 0)
-    return tuple(sorted(i for size, n in best_take.items() for i in by_size[size][:n]))
-
-
-def _score(p: Problem, k: int, fixed: dict[str, int], expert_bytes: int, n_resident: int) -> Score:
+def _worth(
+    p: Problem,
+    k: int,
+    fixed: dict[str, int],
+    expert_bytes: int,
+    n_resident: int,
+    take: pack.Take,
+    blocks: tuple[int, ...] | None,
+    short: int = 0,
+) -> _Value:
     shape = p.shape
     share = shape.n_expert_used / shape.n_expert if shape.n_expert else 1.0
     read = fixed["dense"] + fixed["output"] + int(expert_bytes * share)
     time_ns = int(read / (p.devices[k].memory_bps or _DEFAULT_BPS) * 1e9) + _HOP_NS
-    return expert_bytes, n_resident, -time_ns
+    return _Value((expert_bytes, n_resident, -time_ns), take, blocks, short)
 
 
 def _ranges(counts: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -244,19 +234,12 @@ def _best_for_split(p: Problem, counts: tuple[int, ...]) -> Choice | None:
     subset = tuple(k for k, n in enumerate(counts) if n)
     reduced = _reduced(p, subset)
     ranges = list(_ranges([counts[k] for k in subset]))
-    for host_anywhere in (False, True):
-        values = [_value(reduced, k, start, end, host_anywhere) for k, (start, end) in enumerate(ranges)]
-        if host_anywhere:
-            over = [v or _overfull(reduced, k, *ranges[k]) for k, v in enumerate(values)]
-        else:
-            over = values
-            everything = sum(len(v.resident) for v in values if v) == len(p.moe_layers)
-            if not everything:
-                continue  # a bundle stays on the host after all: price every device with that
-        if all(v is not None for v in over):
-            picks = {k: (end - start, v) for k, ((start, end), v) in enumerate(zip(ranges, over, strict=True)) if v}
-            return _expand(p, subset, picks)
-    return None
+    values = [_value(reduced, k, start, end, False) for k, (start, end) in enumerate(ranges)]
+    if sum(v.score[1] for v in values if v) < len(p.moe_layers) or not all(values):
+        # a bundle stays on the host after all: price every device with that
+        values = [_value(reduced, k, *r, True) or _overfull(reduced, k, *r) for k, r in enumerate(ranges)]
+    picks = [(end - start, v) for (start, end), v in zip(ranges, values, strict=True) if v]
+    return _expand(p, subset, picks) if len(picks) == len(subset) else None
 
 
 def _overfull(p: Problem, k: int, start: int, end: int) -> _Value | None:
@@ -267,7 +250,7 @@ def _overfull(p: Problem, k: int, start: int, end: int) -> _Value | None:
     resident = tuple(sorted(wanted))
     t = budget.terms(p, k, start, end, resident, host_anywhere=True)
     short = max(0, sum(t.values()) - (p.devices[k].free_bytes or 0))
-    return _Value(_score(p, k, t, t["experts"], len(resident)), resident, short)
+    return _worth(p, k, t, t["experts"], len(resident), (), resident, short)
 
 
 def _least_overfull(p: Problem) -> Choice | None:
@@ -292,4 +275,4 @@ def _least_overfull(p: Problem) -> Choice | None:
     if n_slots not in row:
         return None
     _, counts, values = row[n_slots]
-    return _expand(p, subset, {k: (counts[k], values[k]) for k in range(n)})
+    return _expand(p, subset, [(counts[k], values[k]) for k in range(n)])
