@@ -72,6 +72,11 @@ class Problem:
         return tuple(kv.layer_bytes(self.draft, layer, own) for layer in self.draft.layers)
 
     @cached_property
+    def first(self) -> int:
+        """The device that computes every offloaded expert: the first that offloads at all (RPC devices never do)."""
+        return next((k for k, d in enumerate(self.devices) if d.backend not in compute.NO_OFFLOAD), 0)
+
+    @cached_property
     def moe_layers(self) -> tuple[int, ...]:
         """Loaded blocks with routed experts: the candidates."""
         return tuple(layer.index for layer in self.shape.layers if layer.loaded and layer.bundle.file)
@@ -140,7 +145,7 @@ def fixed_terms(p: Problem, k: int, start: int, end: int) -> dict[str, int]:
         "kv": sums[last][1] - sums[start][1],
         "compute": 0,
         "drafter": _drafter(p, k, start, end),
-        "projector": p.projector_bytes if k == 0 else 0,
+        "projector": p.projector_bytes if k == p.first else 0,
         "context": context_bytes(device)[0],
         "margin": margin_bytes(device, p.settings),
     }
@@ -191,7 +196,7 @@ def compute_bytes(p: Problem, k: int, start: int, end: int, n_resident: int, hos
     n_moe = bisect_left(p.moe_layers, end) - bisect_left(p.moe_layers, start)
     slots = range(start, end)
     key = (
-        "compute", p.devices[k].backend, compute.slot_class(p.shape, slots), k == 0, own_output, len(p.devices),
+        "compute", p.devices[k].backend, compute.slot_class(p.shape, slots), k == p.first, own_output, len(p.devices),
         n_resident > 0, n_resident < n_moe, host_anywhere,
     )  # fmt: skip
     if key not in p.memo:
@@ -200,7 +205,7 @@ def compute_bytes(p: Problem, k: int, start: int, end: int, n_resident: int, hos
             p.settings,
             backend=p.devices[k].backend,
             slots=slots,
-            first=k == 0,
+            first=k == p.first,
             output=own_output,
             n_devices=len(p.devices),
             resident_here=n_resident > 0,
@@ -233,6 +238,6 @@ def _drafter(p: Problem, k: int, start: int, end: int) -> int:
         + (p.draft.output.on(backend) if output else 0)
         + sum(p.draft_kv_bytes[layer.index] for layer in layers)
         + compute.drafter_device_compute_bytes(
-            p.shape, p.draft, p.settings, backend=backend, slots=slots, first=k == 0, output=output
+            p.shape, p.draft, p.settings, backend=backend, slots=slots, first=k == p.first, output=output
         )
     )

@@ -25,7 +25,7 @@ from launcher.units import MIB, pad
 # Spec types whose drafter reads hidden states of the target: the target keeps them to the end of its graph.
 EXTRACTING = ("draft-eagle3", "draft-dflash", "draft-dspark")
 _SLACK_BYTES = MIB  # small inputs (positions, output ids), tensor alignment; and rows in MiB are truncated
-_NO_OFFLOAD = ("rpc", "cpu")  # backends that never compute with host-resident weights: no offload_op
+NO_OFFLOAD = ("rpc", "cpu")  # backends that never compute with host-resident weights: no offload_op
 _F16 = ("f16", "bf16")
 
 
@@ -170,7 +170,7 @@ def device_compute_bytes(
     if not slots:
         return _SLACK_BYTES
     b = _batch(shape, s, n_outputs)
-    t, dsv4, offloads = _terms(shape), _is_dsv4(shape), backend not in _NO_OFFLOAD
+    t, dsv4, offloads = _terms(shape), _is_dsv4(shape), backend not in NO_OFFLOAD
     pipeline = not override and n_devices > 1
     p = _Place(
         offloads=offloads, first=first, output=output, alone=n_devices == 1, resident=resident_here, host=host_here,
@@ -320,7 +320,7 @@ def host_compute_bytes(
         peak = (_dsv4(shape, s, b, p) if dsv4 else _common(shape, s, b, p)) + b.units(1) + b.scores
         return max(peak, b.mask + b.logits + b.units(_HEAD + 1.1)) + _SLACK_BYTES
     n = 2.0 if dsv4 else 4.0
-    if host_anywhere and all(name in _NO_OFFLOAD for name in backends):
+    if host_anywhere and all(name in NO_OFFLOAD for name in backends):
         n = 11.2 if dsv4 else max(n, _moe(shape) + 0.1)
     total = b.mask + b.units(n)
     if not override and len(backends) > 1:

@@ -150,10 +150,17 @@ def _programme(p: Problem, *, host_anywhere: bool) -> tuple[Score, list[tuple[in
 def _value(p: Problem, k: int, start: int, end: int, host_anywhere: bool) -> _Value | None:
     """The best residency of a range on a device, None when even none of it fits (or a fixed map forbids it).
 
-    Remembered over all device subsets: a device's value depends on being the first, not on who else is there. (In a
-    model without experts pipeline copies depend on the number of devices, so it is part of the key.)
+    Remembered over all device subsets: a device's value depends on being the first and on being alone, not on who else
+    is there. (In a model without experts pipeline copies depend on the number of devices.)
     """
-    key = (p.devices[k].name, k == 0, start, end, host_anywhere, 0 if p.moe_layers else len(p.devices))
+    key = (
+        p.devices[k].name,
+        k == p.first,
+        start,
+        end,
+        host_anywhere,
+        min(2, len(p.devices)) if p.moe_layers else len(p.devices),
+    )
     if key not in p.memo:
         p.memo[key] = _best_value(p, k, start, end, host_anywhere)
     found = p.memo[key]
