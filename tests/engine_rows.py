@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from launcher.planner import compute
 from launcher.planner.owner import owners
 from launcher.planner.shape import ModelShape, model_shape
 from launcher.structs import Settings
@@ -121,3 +124,55 @@ def rows() -> list[Row]:
             )
         )
     return found
+
+
+def device_bound(row: Row, k: int) -> int:
+    moe, here = row.moe(), row.moe(k)
+    on_host = [i for i in moe if not row.resident[i]]
+    return compute.device_compute_bytes(
+        row.shape,
+        row.settings,
+        backend=row.backend,
+        slots=row.slots(k),
+        first=k == 0,
+        output=row.owned[-1] == k,
+        n_devices=len(row.devices),
+        resident_here=any(row.resident[i] for i in here),
+        host_here=any(not row.resident[i] for i in here),
+        host_anywhere=bool(on_host),
+        override=row.override,
+        n_outputs=row.settings.n_ubatch if row.full else None,
+        largest_host_expert_bytes=max((row.shape.layers[i].largest_expert_bytes for i in on_host), default=0),
+    )
+
+
+def host_bound(row: Row) -> int:
+    return compute.host_compute_bytes(
+        row.shape,
+        row.settings,
+        backends=(row.backend,) * len(row.devices),
+        host_anywhere=any(not row.resident[i] for i in row.moe()),
+        resident_anywhere=any(row.resident[i] for i in row.moe()),
+        override=row.override,
+        n_outputs=row.settings.n_ubatch if row.full else None,
+    )
+
+
+def bounds_by_row() -> Iterator[tuple[Row, str, int, int]]:
+    """(row, place, bound, engine's bytes) for every buffer that the bounds claim to cover."""
+    for row in rows():
+        if row.odd_flags:
+            continue
+        for k, (_, _, size) in enumerate(row.devices):
+            yield row, "first" if k == 0 else "later", device_bound(row, k), size * row.unit
+        yield row, "host", host_bound(row), row.host[2] * row.unit
+
+
+@lru_cache(maxsize=1)
+def errors() -> dict[tuple[str, str, str], list[tuple[float, str]]]:
+    """(arch, backend with '+' for full-logits rows of CUDA, place) -> (bound / engine - 1, tag), sorted."""
+    found = defaultdict(list)
+    for row, place, bound, size in bounds_by_row():
+        backend = row.backend + ("+" if row.full and row.backend == "cuda" else "")
+        found[row.shape.arch, backend, place].append((bound / size - 1, f"{row.model} {row.tag}"))
+    return {key: sorted(value) for key, value in found.items()}
