@@ -276,7 +276,8 @@ class Settings:
     """Everything a person chose, from the slug and the command line: the planner's and argv's only knobs.
 
     n_ctx_per_stream None means the training context. cache_ram_bytes / checkpoints None mean `auto`.
-    tensor_split, when given, is kept. n_gpu_layers is always "all": the planner decides by bytes instead.
+    tensor_split, when given, is kept, and so is the order of the devices with keep_order. n_gpu_layers is always
+    "all": the planner decides by bytes instead.
     """
 
     n_ctx_per_stream: int | None = None
@@ -298,6 +299,7 @@ class Settings:
     margin_bytes: int | None = None
     reserve_bytes: Mapping[str, int] = field(default_factory=dict)
     tensor_split: tuple[int, ...] | None = None
+    keep_order: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -517,10 +519,16 @@ class Gate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessId:
-    """Identity of a process: pids are reused, (pid, create_time) is not."""
+    """Identity of a process: pids are reused, (pid, create_time) is not.
+
+    start_ticks and boot_id say the same without the wall clock, which may be set while a server runs: when it was
+    started in clock ticks after the boot that boot_id names. None where the kernel does not say.
+    """
 
     pid: int
     create_time: float
+    start_ticks: int | None = None
+    boot_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

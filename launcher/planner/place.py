@@ -15,6 +15,8 @@ from itertools import combinations
 
 from launcher.planner import budget, pack
 from launcher.planner.budget import Problem
+from launcher.planner.compute import NO_OFFLOAD
+from launcher.structs import Device
 
 # One more device in the chain costs a copy of the activations per token; a tie-breaker, not a model of links.
 _HOP_NS = 20_000
@@ -62,6 +64,24 @@ def choose(p: Problem, counts: Sequence[int] | None = None) -> Choice | None:
     if best:
         return best[1]
     return _least_overfull(p)
+
+
+def orders(p: Problem) -> list[tuple[Device, ...]]:
+    """Device orders worth a search: as given, then each card with a faster link moved to the front, fastest first.
+
+    Only the first device matters: the engine sends every offloaded expert of a prompt batch over its link
+    (ggml-backend.cpp: the first backend that supports the operation), whoever owns the layer.
+    """
+    given = p.devices
+    front = given[p.first] if given else None
+    if p.settings.keep_order or front is None or front.link_bps is None:
+        return [given]
+    faster: dict[float, Device] = {}
+    for d in given:
+        if d.backend not in NO_OFFLOAD and d.link_bps and d.link_bps > front.link_bps:
+            faster.setdefault(d.link_bps, d)
+    moved = [(d, *(x for x in given if x is not d)) for _, d in sorted(faster.items(), reverse=True)]
+    return [given, *moved]
 
 
 def _subsets(n: int) -> Iterator[tuple[int, ...]]:

@@ -59,6 +59,19 @@ def estimate(
     return Speed(decode_tps=decode, prefill_tps=_prefill(devices, host_bundle_bytes, s), limited_by=limited)
 
 
+def turn_s(shape: ModelShape, first: Device, host_bundle_bytes: int, host: Host, s: Settings) -> float | None:
+    """Seconds of one agent turn (4,096 new prompt tokens, 512 answered) spent on experts in host memory.
+
+    Only for comparing orders of the same devices, which differ in the first link and in what is resident; None where
+    a rig fact is missing.
+    """
+    if first.link_bps is None:
+        return None
+    prompt = -(-4096 // s.n_ubatch) * host_bundle_bytes / first.link_bps
+    answer = 512 * host_bundle_bytes * _union(shape, 0) / host.triad_bps if host.triad_bps else 0.0
+    return prompt + answer
+
+
 def _union(shape: ModelShape, depth: int) -> float:
     """Share of a bundle that one decode step reads: with a drafter the expected union over depth + 1 tokens."""
     if not shape.n_expert:

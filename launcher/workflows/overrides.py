@@ -46,6 +46,8 @@ def settings(slug: Slug | None, given: Mapping[str, Any], host: Host) -> Setting
         margin_bytes=_size(given, "margin", "--margin") if "margin" in given else policy.margin_bytes,
         reserve_bytes={**policy.reserve_bytes, **_reserve(given.get("reserve", ()))},
         tensor_split=_split(given.get("tensor_split")),
+        # whoever names the devices, or the split over them, means this order
+        keep_order=bool(given.get("devices") or given.get("tensor_split") or policy.order),
     )
 
 

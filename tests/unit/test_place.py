@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from launcher.errors import UsageError
+from launcher.facts.rig import load_rig
 from launcher.planner import budget, make_plan, model_shape, owner
 from launcher.planner.budget import Problem
 from launcher.structs import Device, Plan, Settings
 from launcher.units import MIB
 from tests.models import card, deepseek, moe_header, replica_header, rig
 
+GOLDEN = Path(__file__).parent.parent / "golden"
 BASE = Settings(n_ctx_per_stream=4096, threads=16, cache_ram_bytes=0, checkpoints=0)
 
 
@@ -235,3 +239,34 @@ def test_no_device_at_all_is_a_plan_too() -> None:
     weights = sum(layer.dense.cpu + layer.bundle.cpu for layer in shape.layers) + shape.input.cpu + shape.output.cpu
     terms = plan.host.terms
     assert sum(terms[t] for t in ("experts", "embedding", "dense", "output")) == weights
+
+
+def test_the_card_with_the_fastest_link_comes_first_and_the_plan_says_what_that_saves() -> None:
+    """Every offloaded expert crosses the first card's link: an x4 card in front makes a step eight times as long."""
+    header = replica_header("deepseek-v4-flash-UD-Q8_K_XL")
+    inventory = load_rig(GOLDEN / "rigs" / "5090+2x4090+3060.yaml")
+    settings = deepseek(drafter_type=None, draft_n_max=0)
+    plan = make_plan(target="t", header=header, drafter=None, inventory=inventory, settings=settings)
+    assert plan.fits
+    assert plan.devices[0].device.description == "RTX 5090"
+    assert plan.devices[0].rig_name == "CUDA3"
+    note = next(w for w in plan.warnings if "comes first" in w)
+    assert "RTX 3060 in front" in note
+    kept = make_plan(
+        target="t",
+        header=header,
+        drafter=None,
+        inventory=inventory,
+        settings=dataclasses.replace(settings, keep_order=True),
+    )
+    assert kept.devices[0].device.description == "RTX 3060"
+    slow, fast = kept.speed.prefill_tps.high, plan.speed.prefill_tps.high
+    assert slow
+    assert fast
+    assert fast / slow > 6
+
+
+def test_links_that_are_not_known_leave_the_order_alone() -> None:
+    devices = tuple(dataclasses.replace(card(k, 3000 + 500 * k), link_bps=None) for k in range(3))
+    plan = make_plan(target="t", header=moe_header([128] * 40), drafter=None, inventory=rig(*devices), settings=BASE)
+    assert [d.device.name for d in plan.devices] == ["CUDA0", "CUDA1", "CUDA2"]
