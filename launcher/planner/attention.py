@@ -21,8 +21,9 @@ SWA_PERIODS: dict[str, tuple[int, bool]] = {
     "muse-glimmer": (4, False), "olmo2": (4, False), "plamo3": (8, False), "smallthinker": (4, True),
     "deepseek4": (0, False), "dflash": (0, False),
 }  # fmt: skip
-# Kinds whose cache has parts that this planner does not model: priced as plain attention and labelled.
-_UNMODELLED = frozenset({
+# Archs with a lightning indexer beside their attention (src/llama-kv-cache-dsa.cpp, -msa.cpp): one more
+# K row of `indexer.key_length` a cell. Read from the source, not checked against it: no row of the engine covers them.
+_INDEXED = frozenset({
     "deepseek32", "glm-dsa", "hy-v4", "dots3note", "minimax-m3", "glm5-next", "qwen4exp", "kimi-k3",
 })  # fmt: skip
 
@@ -83,8 +84,10 @@ def attention_of(
     n_shared = keys.get("attention.shared_kv_layers")
     window = n_swa(keys)
     slides = _swa_layers(keys, n_layer - n_nextn, window, warnings)
-    if arch in _UNMODELLED:
-        warnings.append(f"{arch}: its cache has parts that are not modelled; priced as plain attention, use a dry run")
+    if arch in _INDEXED:
+        warnings.append(
+            f"{arch}: cache priced from the engine's source, windows and pools at full length: use a dry run"
+        )
 
     def kind(i: int) -> Attention:
         names = {t.name.split(".", 2)[2].split(".")[0] for t in blocks[i]}
@@ -153,9 +156,24 @@ def widths_of(
         if not k:
             row = rows.get(i, 0)
             return row, row
-        return k * n_kv, 0 if kind in (Attention.MLA, Attention.DSV4) else v * n_kv
+        more_k, more_v = _indexer(keys, i, v)
+        return k * n_kv + more_k, 0 if kind in (Attention.MLA, Attention.DSV4) else v * n_kv + more_v
 
     return widths, source
+
+
+def _indexer(keys: Keys, i: int, head_v: int) -> tuple[int, int]:
+    """Elements that an indexer adds to the cached K and V rows of a layer.
+
+    `indexer.types` says which layers have one; without it all have (src/models/glm-dsa.cpp, hy-v4.cpp). minimax-m3
+    caches an indexer V as well, on the layers behind its dense prefix (src/llama-kv-cache-msa.cpp).
+    """
+    if keys.arch not in _INDEXED or not keys.per_layer("attention.indexer.types", i, 1):
+        return 0, 0
+    if keys.arch == "minimax-m3":
+        behind = i >= keys.get("leading_dense_block_count")
+        return (keys.get("attention.indexer.key_length"), head_v) if behind else (0, 0)
+    return keys.get("attention.indexer.key_length"), 0
 
 
 def conv_state(keys: Keys) -> int:

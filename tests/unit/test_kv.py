@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -180,3 +181,31 @@ def test_an_unknown_window_is_priced_in_full_and_labelled() -> None:
     plain = model_shape(moe_header([0] * 4))
     s = Settings(n_ctx_per_stream=8192)
     assert cache_bytes(shape, s) == cache_bytes(plain, s)
+
+
+def indexed(arch: str, **keys: Any) -> ModelShape:
+    """Four layers of an architecture with a lightning indexer of 128, MLA rows of 576."""
+    base = moe_header([0] * 4)
+    meta: dict[str, Any] = {
+        "general.architecture": arch,
+        f"{arch}.block_count": 4,
+        f"{arch}.embedding_length": 1024,
+        f"{arch}.attention.head_count": 8,
+        f"{arch}.attention.head_count_kv": 1,
+        f"{arch}.attention.key_length": 576,
+        f"{arch}.attention.value_length": 512,
+        f"{arch}.attention.key_length_mla": 192,
+        f"{arch}.attention.value_length_mla": 128,
+        f"{arch}.attention.indexer.key_length": 128,
+    }
+    meta.update({f"{arch}.{k}": v for k, v in keys.items()})
+    return model_shape(dataclasses.replace(base, metadata=meta))
+
+
+def test_an_indexer_keeps_one_more_key_row_on_the_layers_that_have_one() -> None:
+    s = Settings(n_ctx_per_stream=8192)
+    every = indexed("deepseek32")
+    assert cache_bytes(every, s) == 4 * (576 + 128) * 2 * 8192
+    some = indexed("glm-dsa", **{"attention.indexer.types": (1, 0, 0, 1)})
+    assert cache_bytes(some, s) == (4 * 576 + 2 * 128) * 2 * 8192
+    assert any("use a dry run" in w for w in every.warnings)
