@@ -6,19 +6,20 @@ import json
 import shlex
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from launcher.planner import compute
-from launcher.planner.owner import owners
+from launcher.planner import compute, kv
+from launcher.planner.owner import drafter_slots, owners
 from launcher.planner.shape import ModelShape, model_shape
 from launcher.structs import Settings
 from launcher.units import MIB
 from tests.models import SPECS, replica_header
 from tests.replicas.make_replica import load_spec
 
+DRAFTER = "dspark-DeepSeek-V4-Flash-0731-Q8_0"  # of every row with `draft`
 ROWS = Path(__file__).parent / "golden" / "engine_rows.jsonl"
 
 
@@ -45,6 +46,7 @@ class Row:
     host: list[int]
     draft: dict[str, Any] | None
     odd_flags: bool  # a flag that Settings does not know, beyond weights
+    odd_draft: bool  # the same of its drafter: own devices (-devd), experts in host memory (-cmoed)
 
     @property
     def shape(self) -> ModelShape:
@@ -57,6 +59,14 @@ class Row:
     def slots(self, k: int) -> range:
         own = [i for i, o in enumerate(self.owned) if o == k]
         return range(own[0], own[-1] + 1) if own else range(0)
+
+    @property
+    def draft_shape(self) -> ModelShape:
+        return shapes()[DRAFTER]
+
+    def draft_slots(self, k: int) -> range:
+        own = self.slots(k)
+        return drafter_slots(self.shape.n_layer, self.draft_shape.n_layer, own.start, own.stop) if own else range(0)
 
     def moe(self, k: int | None = None) -> list[int]:
         """Loaded layers with experts, of one device or of all."""
@@ -78,7 +88,7 @@ def _flags(args: str) -> dict[str, str]:
 
 @lru_cache(maxsize=1)
 def rows() -> list[Row]:
-    """All 963 rows."""
+    """Every row of the file."""
     found = []
     for line in ROWS.read_text().splitlines():
         r = json.loads(line)
@@ -121,6 +131,7 @@ def rows() -> list[Row]:
                 odd_flags=("--no-op-offload" in flags and r["backend"] == "cuda")
                 or bool({"-nkvo", "--swa-full"} & flags.keys())
                 or int(flags.get("-ngl", 999)) < 99,
+                odd_draft=bool({"-devd", "-cmoed"} & flags.keys()),
             )
         )
     return found
@@ -158,21 +169,81 @@ def host_bound(row: Row) -> int:
     )
 
 
-def bounds_by_row() -> Iterator[tuple[Row, str, int, int]]:
-    """(row, place, bound, engine's bytes) for every buffer that the bounds claim to cover."""
+def draft_weights(row: Row, k: int) -> int:
+    """The drafter's weights on device `k`, as the planner counts them."""
+    draft, slots = row.draft_shape, row.draft_slots(k)
+    layers = [draft.layers[i] for i in slots if i < draft.n_layer]
+    total = sum(layer.dense.on(row.backend) + layer.bundle.on(row.backend) for layer in layers)
+    total += draft.per_device.on(row.backend) if layers else 0
+    return total + (draft.output.on(row.backend) if draft.n_layer in slots else 0)
+
+
+def draft_kv(row: Row, k: int) -> int:
+    """The drafter's cache on device `k`: its own layers, f16, no states of its own."""
+    own = replace(row.settings, type_k="f16", type_v="f16", drafter_type=None, draft_n_max=0)
+    draft = row.draft_shape
+    return sum(kv.layer_bytes(draft, draft.layers[i], own) for i in row.draft_slots(k) if i < draft.n_layer)
+
+
+def draft_device_bound(row: Row, k: int) -> int:
+    slots = row.draft_slots(k)
+    return compute.drafter_device_compute_bytes(
+        row.shape,
+        row.draft_shape,
+        row.settings,
+        backend=row.backend,
+        slots=slots,
+        first=k == 0,
+        output=row.draft_shape.n_layer in slots,
+        head=row.owned[-1] == k,
+    )
+
+
+def draft_host_bound(row: Row) -> int:
+    backends = (row.backend,) * len(row.devices)
+    return compute.drafter_host_compute_bytes(row.shape, row.draft_shape, row.settings, backends=backends)
+
+
+def drafted() -> list[Row]:
+    """Rows with a drafter that lies where the planner puts one."""
+    return [row for row in rows() if row.draft and not row.odd_draft]
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """One buffer. arch `dflash` is a drafter's; `all_logits` are CUDA rows with logits for the whole batch or without
+    flash attention, which no server of ours has."""
+
+    arch: str
+    backend: str
+    place: str
+    all_logits: bool
+    bound: int
+    engine: int
+    name: str
+
+
+def bounds() -> Iterator[Bound]:
+    """Every buffer that the bounds claim to cover, drafters included."""
     for row in rows():
         if row.odd_flags:
             continue
-        for k, (_, _, size) in enumerate(row.devices):
-            yield row, "first" if k == 0 else "later", device_bound(row, k), size * row.unit
-        yield row, "host", host_bound(row), row.host[2] * row.unit
+        name, logits = f"{row.model} {row.tag}", row.full and row.backend == "cuda"
+        found: list[tuple[str, int | None, int, int]] = [(row.shape.arch, None, host_bound(row), row.host[2])]
+        found += [(row.shape.arch, i, device_bound(row, i), x[2]) for i, x in enumerate(row.devices)]
+        if row.draft and not row.odd_draft:
+            arch = row.draft_shape.arch
+            found += [(arch, i, draft_device_bound(row, i), x[2]) for i, x in enumerate(row.draft["devices"])]
+            found.append((arch, None, draft_host_bound(row), row.draft["host"][2]))
+        for arch, i, bound, size in found:
+            place = "host" if i is None else "later" if i else "first"
+            yield Bound(arch, row.backend, place, logits, bound, size * row.unit, name)
 
 
 @lru_cache(maxsize=1)
 def errors() -> dict[tuple[str, str, str], list[tuple[float, str]]]:
     """(arch, backend with '+' for full-logits rows of CUDA, place) -> (bound / engine - 1, tag), sorted."""
     found = defaultdict(list)
-    for row, place, bound, size in bounds_by_row():
-        backend = row.backend + ("+" if row.full and row.backend == "cuda" else "")
-        found[row.shape.arch, backend, place].append((bound / size - 1, f"{row.model} {row.tag}"))
+    for x in bounds():
+        found[x.arch, x.backend + ("+" if x.all_logits else ""), x.place].append((x.bound / x.engine - 1, x.name))
     return {key: sorted(value) for key, value in found.items()}

@@ -168,7 +168,7 @@ def _choice(p: Problem) -> Choice:
     if split is not None and (len(split) != len(p.devices) or not any(split)):
         raise UsageError(
             "split-mismatch",
-            f"-ts has {len(split)} values for {len(p.devices)} devices",
+            f"-ts has {len(split)} value{'s' * (len(split) != 1)} for {len(p.devices)} devices",
             fix=f"-ts {','.join(['1'] * len(p.devices))}",
         )
     choice = place.choose(p, owner.counts(p.shape.n_layer, split) if split is not None else None)

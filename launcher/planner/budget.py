@@ -227,9 +227,7 @@ def _drafter(p: Problem, k: int, start: int, end: int) -> int:
     if p.measured and p.measured.draft_bytes and name in p.measured.draft_bytes:
         return p.measured.draft_bytes[name]
     slots = owner.drafter_slots(p.shape.n_layer, p.draft.n_layer, start, end)
-    if not slots:
-        return mtp
-    output = slots[-1] == p.draft.n_layer
+    output = p.draft.n_layer in slots
     layers = [p.draft.layers[i] for i in slots if i < p.draft.n_layer]
     return (
         mtp
@@ -238,6 +236,13 @@ def _drafter(p: Problem, k: int, start: int, end: int) -> int:
         + (p.draft.output.on(backend) if output else 0)
         + sum(p.draft_kv_bytes[layer.index] for layer in layers)
         + compute.drafter_device_compute_bytes(
-            p.shape, p.draft, p.settings, backend=backend, slots=slots, first=k == p.first, output=output
-        )
+            p.shape,
+            p.draft,
+            p.settings,
+            backend=backend,
+            slots=slots,
+            first=k == p.first,
+            output=output,
+            head=end == p.shape.n_layer + 1,
+        )  # fmt: skip
     )

@@ -1,20 +1,19 @@
 """Upper bounds of the engine's compute buffers, from a model's shape, the settings and a placement's flags.
 
 Duty: one number per device and one for the host, never more than 1 % below what the engine reserves. They are bounds
-and no predictions: the real size is the peak of an allocator over a graph, and not even monotonic in context. Where the
-engine's own dry run is at hand its numbers replace these.
+and no predictions: the real size is the peak of an allocator over a graph, and not even monotonic in context. The
+engine's own dry run replaces them. Everything is counted in units of one activation row, 4 * n_embd bytes, per token of
+a micro-batch: in that unit all models of an architecture fall together. Masks come on top.
 
-Everything is counted in units of one activation row, 4 * n_embd bytes, per token of a micro-batch: in that unit all
-models of an architecture fall together. Masks come on top. Coefficients were fitted on buffer sizes that llama.cpp
-b11434 reported (tests/golden/engine_rows.jsonl): `s-`, `q8-`, `h-` and full-logits rows on CUDA, 1 to 4 devices, `rpc-`
-and `dspark-` rows on two RPC devices, `cpu-` rows without a device. deepseek4 was also run at 25 contexts from 8K to 1M
-with 5 splits on RPC servers made to accept offloaded operations as CUDA does: those give every CUDA row of a device
-after the first to 1 MiB, and of the first device at micro-batches up to 2048.
+Coefficients were fitted on buffer sizes that llama.cpp b11434 reported (tests/golden/engine_rows.jsonl): `s-`, `q8-`,
+`h-` and full-logits rows on CUDA, `rpc-` rows on two RPC devices, `dspark-` rows on 1 to 4, `cpu-` rows without one.
+deepseek4 also ran at 25 contexts from 8K to 1M with 5 splits on RPC servers made to accept offloaded operations as CUDA
+does: those give every CUDA row of a device after the first to 1 MiB, and of the first at micro-batches up to 2048.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from launcher.planner import kv
 from launcher.planner.attention import Attention
@@ -41,6 +40,7 @@ class _Terms:
     refit     units that come on top when they do not; None: the largest expert activation
     copies    expert tensors on device 0 at the same time
     rpc       a later RPC device with host experts, beyond `used + 4` units; also its head beyond logits + 1
+    holes     sizes of masks, in units, whose freed place leaves that head 3 units; up to 1 wider it needs 1 more
     head      the head beside its logits when masks are already gone
     """
 
@@ -52,21 +52,23 @@ class _Terms:
     refit: float | None = None
     copies: int = 1
     rpc: float = 14.0
+    holes: tuple[float, float] = (0.0, 0.0)
     head: float = 0.0
 
 
-# Rows of Qwen3-30B and -235B; GLM-4.5-Air; gpt-oss-20b and -120b; Mixtral; DeepSeek-R1; Qwen3-Next. Any other
-# architecture takes the terms of the one with its kind of attention, or the default, above all others here.
+# Rows of Qwen3-30B and -235B; GLM-4.5-Air (`holes`: 36 contexts of 4K to 160K on two RPC devices); gpt-oss-20b and
+# -120b; Mixtral; DeepSeek-R1; Qwen3-Next. Any other architecture takes the terms of the one with its kind of attention,
+# or the default, above all others here.
 _TERMS = {
     "qwen3moe": _Terms(resident=0.0, split=5.0, host=6.0, offload=2.0, hole=1.0, rpc=5.0),
-    "glm4moe": _Terms(resident=7.6, host=9.0, offload=1.1, hole=1.0, rpc=10.2),
+    "glm4moe": _Terms(resident=7.6, host=9.0, offload=1.1, hole=1.0, rpc=10.2, holes=(3.0, 7.06)),
     "gpt-oss": _Terms(resident=0.0, host=4.9, offload=0.1, hole=1.0, rpc=5.0),
     "llama": _Terms(resident=0.0, host=4.1, offload=3.3, hole=1.0, rpc=0.3),
     "deepseek2": _Terms(resident=7.8, host=27.1, offload=0.5, hole=0.55, refit=4.1, rpc=18.5),
     "qwen3next": _Terms(resident=9.9, host=14.6, offload=-9.9, hole=0.68, copies=2, rpc=5.0, head=15.2),
 }
 _LATER = 1.8  # a device after the first has no embedded tokens (1.8 to 2.0 units less in every s-* row)
-_HEAD = 5.0  # beside logits and masks (full-logits rows)
+_HEAD = 5.0  # beside logits and masks (full-logits rows; where only one kind of mask is left, 4.0 in gpt-oss)
 # Pipeline parallelism keeps four copies of every split input: three more masks, and units on device 0, the others and
 # the host (allgpu-norule, rpc-*-alldev). deepseek4's residual streams are four times as wide.
 _PIPELINE = (13.2, 10.0, 6.0)
@@ -77,12 +79,13 @@ _PIPELINE_DSV4 = (8.0, 45.0, 6.0)
 class _Batch:
     """One micro-batch in bytes. unit: an activation row of each token; mask: all masks; logits: of its outputs.
 
-    scores: attention scores of all heads, 0 with flash attention
+    window: the sliding window's mask among them; scores: attention scores of all heads, 0 with flash attention
     """
 
     ctx: kv.Context
     unit: int
     mask: int
+    window: int
     logits: int
     scores: int
 
@@ -109,27 +112,27 @@ def _batch(shape: ModelShape, s: Settings, n_outputs: int | None) -> _Batch:
     ctx = kv.context(s)
     ub = ctx.n_ubatch
     n_out = min(ub, _server_outputs(s) if n_outputs is None else n_outputs)
-    if _is_dsv4(shape):  # raw window, both uses of the ratio-4 cache (attention, indexer), ratio-128 cache
-        widest = pad(min(ctx.n_seq, shape.n_swa + ub), 256) + _dsv4_cells(ctx)
-        cells = widest + _dsv4_cells(ctx) + pad(-(-ctx.n_seq // 128), 256)
+    window = 0
+    dsv4 = Attention.DSV4 in shape.kinds
+    if dsv4:  # raw window, both uses of the ratio-4 cache (attention, indexer), ratio-128 cache
+        widest = pad(min(ctx.n_seq, shape.n_swa + ub), 256) + pad(-(-ctx.n_seq // 4), 256)
+        cells = widest + pad(-(-ctx.n_seq // 4), 256) + pad(-(-ctx.n_seq // 128), 256)
     else:
         window = kv.swa_cells(shape, ctx) if Attention.SWA in shape.kinds else 0
         full = ctx.n_seq if shape.kinds & {Attention.FULL, Attention.MLA} or not window else 0
         widest, cells = max(window, full), window + full
+    # an eighth of deepseek4's queries, as many elements as its rows have in the real model
+    row = max(shape.n_embd, shape.n_head * shape.widest_k // 8) if dsv4 else shape.n_embd
     plain = s.flash_attn == "off"  # f32 masks, and an 8-byte index for each element of a transposed V cache
     indices = 8 * shape.widest_v * (2 if shape.n_swa else 1)
     return _Batch(
         ctx=ctx,
-        unit=4 * _row(shape) * ub,
+        unit=4 * row * ub,
         mask=(4 * cells + indices if plain else 2 * cells) * ub,
+        window=(4 * window + indices if plain else 2 * window) * ub,
         logits=4 * shape.n_vocab * n_out,
         scores=4 * shape.n_head * widest * ub if plain else 0,
     )
-
-
-def _row(shape: ModelShape) -> int:
-    """Elements of one activation row; for deepseek4 also an eighth of its queries, as many in the real model."""
-    return max(shape.n_embd, shape.n_head * shape.widest_k // 8) if _is_dsv4(shape) else shape.n_embd
 
 
 def _server_outputs(s: Settings) -> int:
@@ -137,19 +140,9 @@ def _server_outputs(s: Settings) -> int:
     return min(s.n_batch, max(1, s.n_parallel) * (1 + s.draft_n_max))
 
 
-def _is_dsv4(shape: ModelShape) -> bool:
-    return Attention.DSV4 in shape.kinds
-
-
-def _dsv4_cells(ctx: kv.Context) -> int:
-    return pad(-(-ctx.n_seq // 4), 256)
-
-
 def slot_class(shape: ModelShape, slots: range) -> int:
     """All that a device's bound depends on in its slots: -1 for none, else the ratio of the first (the output: 4)."""
-    if not slots:
-        return -1
-    return shape.layers[slots[0]].ratio if slots[0] < shape.n_layer else 4
+    return -1 if not slots else shape.layers[slots[0]].ratio if slots[0] < shape.n_layer else 4
 
 
 def device_compute_bytes(
@@ -170,7 +163,7 @@ def device_compute_bytes(
     if not slots:
         return _SLACK_BYTES
     b = _batch(shape, s, n_outputs)
-    t, dsv4, offloads = _terms(shape), _is_dsv4(shape), backend not in NO_OFFLOAD
+    t, dsv4, offloads = _terms(shape), Attention.DSV4 in shape.kinds, backend not in NO_OFFLOAD
     pipeline = not override and n_devices > 1
     p = _Place(
         offloads=offloads, first=first, output=output, alone=n_devices == 1, resident=resident_here, host=host_here,
@@ -179,22 +172,35 @@ def device_compute_bytes(
     )  # fmt: skip
     peak = _dsv4(shape, s, b, p) if dsv4 else _common(shape, s, b, p)
     if b.scores:
-        peak = max(peak, b.scores + 2 * b.mask + b.units(t.host + 5) + p.copy)
-    if output and not offloads and not pipeline:  # RPC: the head takes the place of the layers, masks included
-        peak = max(peak, b.logits + b.units(1 + t.rpc))
-    elif output:
-        peak = max(peak, b.logits + max(b.mask + b.units(_HEAD), b.units(t.head)))
+        # freed scores take the copy in if they are large (c32768-ub512-faoff: 5 copies and more), but not two of them
+        most = b.scores + p.copy if dsv4 or t.copies > 1 else max(b.scores, min(b.scores, p.copy) + p.copy)
+        peak = max(peak, most + 2 * b.mask + b.units(t.host + 5))
+    if output:
+        peak = max(peak, _head(shape, t, b, p, pipeline))
     if pipeline:
         more = _PIPELINE_DSV4 if dsv4 else _PIPELINE
         peak += 3 * b.mask + b.units(more[0] if first else more[1])
     return peak + _SLACK_BYTES
 
 
+def _head(shape: ModelShape, t: _Terms, b: _Batch, p: _Place, pipeline: bool) -> int:
+    """The head: logits, and what still lies below them. On RPC it takes the place of the layers, masks included.
+
+    One device without resident experts begins with a window's mask, and in the end those behind it are free again
+    (gpt-oss, full-logits rows up to 204800: logits, that mask and 4 units to the byte).
+    """
+    bare, masks = p.host and not p.resident, b.mask / b.unit
+    if not p.offloads and not pipeline:
+        low, high = t.holes
+        more = 1 if 0 < high < masks <= high + 1 else 0
+        return b.logits + b.units(3.0 if bare and low < masks <= high else 1 + t.rpc + more)
+    windowed = bare and p.alone and shape.layers[0].attention is Attention.SWA
+    return b.logits + max((b.window if windowed else b.mask) + b.units(_HEAD), b.units(t.head))
+
+
 def _terms(shape: ModelShape) -> _Terms:
-    if shape.arch in _TERMS:
-        return _TERMS[shape.arch]
     alike = "deepseek2" if Attention.MLA in shape.kinds else "qwen3next" if Attention.RECURRENT in shape.kinds else ""
-    return _TERMS.get(alike, _Terms())
+    return _TERMS.get(shape.arch) or _TERMS.get(alike, _Terms())
 
 
 def _experts(shape: ModelShape) -> tuple[float, float]:
@@ -216,13 +222,10 @@ def _kv_copies(shape: ModelShape, s: Settings, ctx: kv.Context) -> int:
 
     Exact on the q8 rows. MLA reads its values out of K: twice K.
     """
-    if s.type_k in _F16 and s.type_v in _F16:
-        return 0
     largest = 0
     for layer in shape.layers:
         cells = kv.swa_cells(shape, ctx) if layer.attention is Attention.SWA else ctx.n_seq
-        k = 0 if s.type_k in _F16 else layer.width_k
-        v = 0 if s.type_v in _F16 else layer.width_v
+        k, v = 0 if s.type_k in _F16 else layer.width_k, 0 if s.type_v in _F16 else layer.width_v
         largest = max(largest, 2 * (k + (k if layer.attention is Attention.MLA else v)) * cells * ctx.streams)
     return largest
 
@@ -234,8 +237,7 @@ def _common(shape: ModelShape, s: Settings, b: _Batch, p: _Place) -> int:
     later = 0.0 if p.first else _LATER
     copies = _kv_copies(shape, s, b.ctx) if p.offloads else 0
     if not shape.is_moe:  # attention, then gate, up and their product (Qwen3-8B: 4 + 3 * 3)
-        dense = 4 + 3 * shape.n_ff / max(1, shape.n_embd)
-        return b.mask + max(b.units(dense - later), copies + b.units(7 - later))
+        return b.mask + max(b.units(4 + 3 * shape.n_ff / max(1, shape.n_embd) - later), copies + b.units(7 - later))
     attention = t.host + (2 if p.first else 0)
     if not p.offloads and p.host:  # the CPU's results come in as copies
         attention = max(t.host + 3, outer + 4.1 + (0 if p.first else t.rpc))
@@ -245,9 +247,8 @@ def _common(shape: ModelShape, s: Settings, b: _Batch, p: _Place) -> int:
         split = 0.0 if p.alone or not p.first else t.split
         peak = max(peak, b.units(2.1 + _moe(shape) + t.resident + split - later))
     if p.copy:
-        refit = 0.0
-        if b.units(max(outer, inner)) > t.hole * p.copy:
-            refit = max(outer, inner) if t.refit is None else t.refit
+        refit = max(outer, inner) if t.refit is None else t.refit
+        refit = refit if b.units(max(outer, inner)) > t.hole * p.copy else 0.0
         peak = max(peak, t.copies * p.copy + b.units(4 + outer + inner + t.offload + refit))
     return b.mask + peak
 
@@ -257,15 +258,15 @@ def _dsv4(shape: ModelShape, s: Settings, b: _Batch, p: _Place) -> int:
 
     c is an f16 mask over the ratio-4 cache in units (1 at 32K tokens, 8 at 256K); `keys` the f16 copy of its keys,
     which does not shrink with the micro-batch. A device whose first layer has ratio 128 needs 3.8 units more than one
-    that starts with ratio 4; so do device 0, RPC devices and, with a drafter, sometimes the owner of the last layers,
-    whose hidden states it taps (RPC: 1.7 more; no dry run shows that, as the drafter is attached after it).
+    that starts with ratio 4; so do device 0, RPC devices and, with the rolled-back states that a drafter brings,
+    sometimes one that starts with ratio 4 or owns the output (RPC: 1.7 more; dspark-* rows, middle devices included).
     """
-    cells = _dsv4_cells(b.ctx)
+    cells = pad(-(-b.ctx.n_seq // 4), 256)
     c = cells / (2 * shape.n_embd)
     keys = 2 * cells * shape.widest_k
     large, small = b.ctx.n_ubatch > 2048, b.ctx.n_ubatch <= 1024
-    tapped = p.output and s.drafter_type in EXTRACTING
-    high = p.first or not p.offloads or p.start_ratio != 4 or (tapped and 3.2 < c <= 4)
+    rolled = s.drafter_type in EXTRACTING and (p.output or p.start_ratio == 4)
+    high = p.first or not p.offloads or p.start_ratio != 4 or (rolled and 3.2 < c <= 4)
     if c > 8:
         n = (29.5 if high else 25.8) + (5.65 if p.copy else 5.3) * c
     elif c > 4 and large and p.copy:  # 3382 MiB on one device, 3318 to 3354 on the first of two at 204800
@@ -279,7 +280,7 @@ def _dsv4(shape: ModelShape, s: Settings, b: _Batch, p: _Place) -> int:
     else:
         n = 26.7 if c <= 0.55 else 33.9 + 2 * c
     if not p.offloads:
-        n = max(n, 29.9 if c <= 0.55 else 35.9 if c <= 1.3 else 41.5 if c <= 3.2 else 47.3) + (1.7 if tapped else 0)
+        n = max(n, 29.9 if c <= 0.55 else 35.9 if c <= 1.3 else 41.5 if c <= 3.2 else 47.3) + (1.7 if rolled else 0)
     peak = b.units(n)
     if small and c > 1.4:
         peak += keys * (2 if 3.75 < c <= 4.25 else 1)
@@ -314,7 +315,7 @@ def host_compute_bytes(
     backends  of all devices in order; empty: everything runs on the CPU
     """
     b = _batch(shape, s, n_outputs)
-    dsv4 = _is_dsv4(shape)
+    dsv4 = Attention.DSV4 in shape.kinds
     if not backends:
         p = _Place(offloads=False, first=True, output=True, alone=True, resident=True, host=False)
         peak = (_dsv4(shape, s, b, p) if dsv4 else _common(shape, s, b, p)) + b.units(1) + b.scores
@@ -331,31 +332,37 @@ def host_compute_bytes(
 
 
 def drafter_device_compute_bytes(
-    target: ModelShape, draft: ModelShape, s: Settings, *, backend: str, slots: range, first: bool, output: bool
-) -> int:
+    target: ModelShape, draft: ModelShape, s: Settings, *, backend: str, slots: range, first: bool, output: bool,
+    head: bool | None = None,
+) -> int:  # fmt: skip
     """Bound of one device's compute buffer of the drafter's own context.
 
     slots  the drafter's own slots on this device, slot n_layer being its output
+    head   whether the target's output lies here, which computes the logits of a drafter that has no output.weight, even
+           beside none of its slots; None: as `output`
 
     DFlash and DSpark graphs have logits for every token of a micro-batch, whatever the server asks for. deepseek4's
-    DSpark is fitted on dspark-* rows (3 layers on two devices as a pipeline, or on one); a device that owns nothing but
-    its output needs most, 113.5 units with the logits (`-ts 30,14`).
+    DSpark (dspark-* rows, 3 layers, a pipeline on 2 to 4 devices) is met to 0.1 units.
     """
-    if not slots:
+    extracting, n_draft = s.drafter_type in EXTRACTING, draft.n_layer
+    borrowed = bool(head) and extracting and not draft.has_output
+    if not slots and not borrowed:
         return 0
-    alone = first and output
-    extracting = s.drafter_type in EXTRACTING
     if not extracting or target.arch != "deepseek4":
         return device_compute_bytes(
-            draft, s, backend=backend, slots=slots, first=first, output=output, n_devices=1 if alone else 2,
-            resident_here=True, host_here=False, host_anywhere=False, override=False,
-            n_outputs=s.n_ubatch if extracting else None,
+            draft, s, backend=backend, slots=slots or range(n_draft, n_draft + 1), first=first,
+            output=output or borrowed, n_devices=1 if first and output else 2, resident_here=True, host_here=False,
+            host_anywhere=False, override=False, n_outputs=s.n_ubatch if extracting else None,
         )  # fmt: skip
     b, mask = _dspark_batch(target, s)
-    if alone:
-        return max(b.units(33.1), b.logits + b.units(_HEAD + 0.1)) + mask + _SLACK_BYTES
-    head = b.logits + b.units(4.0 if slots[0] < draft.n_layer else 48.9) if output else 0
-    return b.units(33.1) + head + 4 * mask + _SLACK_BYTES
+    head = output if head is None or draft.has_output else head
+    n_layers, start = sum(slot < n_draft for slot in slots), 0 in slots
+    if start and output and head:
+        return max(b.units(33.1) + b.scores + mask, b.logits + b.units(_HEAD + 0.1)) + _SLACK_BYTES
+    if not n_layers:  # the drafter's output and the target's: `-ts 30,14` has both, `30,4,10` one on each
+        return b.logits * (bool(slots) + head) + b.units(50.5 if slots else 4.1) + _SLACK_BYTES
+    n = (28.1 if n_layers == 1 else 33.1) if start else 37.1 if head else 41.6 + 7.75 * n_layers
+    return b.units(n) + b.scores + (b.logits if head else 0) + 4 * mask + _SLACK_BYTES
 
 
 def drafter_host_compute_bytes(target: ModelShape, draft: ModelShape, s: Settings, *, backends: tuple[str, ...]) -> int:
@@ -369,13 +376,14 @@ def drafter_host_compute_bytes(target: ModelShape, draft: ModelShape, s: Setting
     b, mask = _dspark_batch(target, s)
     if not backends:
         return b.units(37.1) + b.logits + 4 * mask + _SLACK_BYTES
-    return b.unit + (4 if len(backends) > 1 else 1) * mask + _SLACK_BYTES
+    return b.units(1 if not b.scores else 2.2) + (4 if len(backends) > 1 else 1) * mask + _SLACK_BYTES
 
 
 def _dspark_batch(target: ModelShape, s: Settings) -> tuple[_Batch, int]:
     """The drafter's micro-batch (as wide as the target's, logits for all of it) and its only mask, the raw window's."""
-    b = _batch(target, s, s.n_ubatch)
-    return b, 2 * pad(min(b.ctx.n_seq, target.n_swa + b.ctx.n_ubatch), 256) * b.ctx.n_ubatch
+    b, plain = _batch(target, s, s.n_ubatch), s.flash_attn == "off"
+    cells = pad(min(b.ctx.n_seq, target.n_swa + b.ctx.n_ubatch), 256) * b.ctx.n_ubatch
+    return replace(b, scores=4 * target.n_head * cells if plain else 0), (4 if plain else 2) * cells
 
 
 def output_buffer_bytes(shape: ModelShape, s: Settings, draft: ModelShape | None) -> int:

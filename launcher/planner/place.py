@@ -57,7 +57,7 @@ def choose(p: Problem, counts: Sequence[int] | None = None) -> Choice | None:
     if counts is not None:
         return _best_for_split(p, tuple(counts))
     best: tuple[tuple[Score, tuple[int, ...]], Choice] | None = None
-    for subset in _subsets(len(p.devices)):
+    for subset in _subsets(p):
         found = _search(p, subset)
         if found and (best is None or found[0] > best[0]):
             best = found
@@ -84,11 +84,27 @@ def orders(p: Problem) -> list[tuple[Device, ...]]:
     return [given, *moved]
 
 
-def _subsets(n: int) -> Iterator[tuple[int, ...]]:
-    """Device subsets worth a search: all of them up to four devices, else all devices and all but one."""
-    sizes = range(n, 0, -1) if n <= 4 else (n, n - 1)
+def _subsets(p: Problem) -> Iterator[tuple[int, ...]]:
+    """Device subsets worth a search: all that can hold a slot at all; of more than four all and all but one."""
+    able = [k for k in range(len(p.devices)) if _holds_a_slot(p, k)]
+    sizes = range(len(able), 0, -1) if len(able) <= 4 else (len(able), len(able) - 1)
     for size in sizes:
-        yield from combinations(range(n), size)
+        yield from combinations(able, size)
+
+
+def _holds_a_slot(p: Problem, k: int) -> bool:
+    """Whether a device could own any one slot; a card that somebody else fills can not."""
+    return not all(_hopeless(p, k, start, start + 1) for start in range(p.shape.n_layer + 1))
+
+
+def _hopeless(p: Problem, k: int, start: int, end: int) -> bool:
+    """Whether a range is too much for a device, and every longer one too.
+
+    Only terms that never shrink with the range count: a drafter that lies on one device runs without the pipeline
+    copies that it needs on two.
+    """
+    fixed = budget.fixed_terms(p, k, start, end)
+    return sum(fixed.values()) - fixed["drafter"] > (p.devices[k].free_bytes or 0)
 
 
 def _reduced(p: Problem, subset: tuple[int, ...]) -> Problem:
@@ -153,8 +169,8 @@ def _programme(p: Problem, *, host_anywhere: bool) -> tuple[Score, list[tuple[in
             for end in ends:
                 value = _value(p, k, start, end, host_anywhere)
                 if value is None:
-                    if p.fixed_layers is None:
-                        break  # every term grows with the range: a longer one cannot fit either
+                    if _hopeless(p, k, start, end):
+                        break
                     continue
                 total = (score[0] + value.score[0], score[1] + value.score[1], score[2] + value.score[2])
                 key = (total, (*negative, start - end))
