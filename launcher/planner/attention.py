@@ -28,6 +28,17 @@ _INDEXED = frozenset({
 })  # fmt: skip
 
 
+# Archs whose memory this planner cannot give exactly, and how it errs.
+_LABELLED = {
+    "rwkv6": "its recurrent state is not counted",
+    "rwkv7": "its recurrent state is not counted",
+    "arwkv7": "its recurrent state is not counted",
+    "rwkv6qwen2": "its recurrent state is not counted",
+    "minimax-01": "its linear layers are priced as full attention",
+    "granite-switch": "the layer that its router adds is not counted",
+}
+
+
 class Attention(StrEnum):
     """How one layer remembers."""
 
@@ -36,6 +47,7 @@ class Attention(StrEnum):
     MLA = "mla"
     DSV4 = "dsv4"
     RECURRENT = "recurrent"
+    PARALLEL = "parallel"  # a cache and a recurrent state in one layer
     NONE = "none"
 
 
@@ -69,10 +81,20 @@ class Keys:
 
 
 def n_swa(keys: Keys) -> int:
-    """Cells of the sliding window, 0 when the model has none."""
-    if keys.arch == "llama4" and not keys.has("attention.sliding_window"):
-        return 8192  # src/models/llama4.cpp: chunked attention, 8192 unless the key says otherwise
-    return keys.get("attention.sliding_window")
+    """Cells of the sliding window, 0 when the model has none: some archs of b11434 (src/models) overrule the key."""
+    said = keys.get("attention.sliding_window")
+    match keys.arch:
+        case "llama4":  # chunks of 8192 unless the key switches them off
+            return 0 if keys.has("attention.sliding_window") and not said else 8192
+        case "smallthinker":
+            return 4096 if said else 0
+        case "exaone4":  # the 32B alone
+            return (said or 4096) if keys.get("block_count") == 64 else 0
+        case "gemma2":
+            return said or 4096
+        case "phi3" | "phimoe":  # switched off in the engine
+            return 0
+    return said
 
 
 def attention_of(
@@ -84,6 +106,8 @@ def attention_of(
     n_shared = keys.get("attention.shared_kv_layers")
     window = n_swa(keys)
     slides = _swa_layers(keys, n_layer - n_nextn, window, warnings)
+    if arch in _LABELLED:
+        warnings.append(f"{arch}: {_LABELLED[arch]}: use a dry run")
     if arch in _INDEXED:
         warnings.append(
             f"{arch}: cache priced from the engine's source, windows and pools at full length: use a dry run"
@@ -95,7 +119,10 @@ def attention_of(
             return Attention.DSV4
         recurrent = any(n.startswith(("ssm_", "shortconv", "time_mix")) for n in names)
         has_kv = any(n in names for n in ("attn_k", "attn_qkv", "attn_kv_a_mqa", "attn_kv", "attn_k_b"))
-        if recurrent and not has_kv or (recurrent and "ssm_conv1d" in names):
+        if recurrent and arch == "falcon-h1":  # attention and state side by side in every layer
+            return Attention.PARALLEL
+        # a linear-attention layer may have projections that are called attn_*; its convolution tells it apart
+        if recurrent and (not has_kv or any(n.startswith("ssm_conv1d") for n in names)):
             return Attention.RECURRENT
         if n_shared and i >= n_layer - n_shared:
             return Attention.NONE

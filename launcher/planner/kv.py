@@ -86,17 +86,25 @@ def mtp_layer_bytes(shape: ModelShape, layer: LayerShape, s: Settings) -> int:
 
 def _bytes(shape: ModelShape, layer: LayerShape, s: Settings, n_rs: int) -> int:
     ctx = context(s)
-    k, v = row_bytes(s.type_k, layer.width_k), row_bytes(s.type_v, layer.width_v)
+    # without flash attention V is stored transposed, every layer as wide as the widest (src/llama-kv-cache.cpp)
+    width_v = shape.widest_v if s.flash_attn == "off" and layer.width_v else layer.width_v
+    k, v = row_bytes(s.type_k, layer.width_k), row_bytes(s.type_v, width_v)
     match layer.attention:
         case Attention.NONE:
             return 0
         case Attention.RECURRENT:
-            return (shape.n_embd_r + shape.n_embd_s) * 4 * ctx.n_parallel * (1 + n_rs)
+            return _state(shape, ctx, n_rs)
+        case Attention.PARALLEL:
+            return (k + v) * ctx.n_seq * ctx.streams + _state(shape, ctx, n_rs)
         case Attention.SWA:
             return (k + v) * swa_cells(shape, ctx) * ctx.streams
         case Attention.DSV4:
             return sum(_dsv4(shape, layer, s, n_rs))
     return (k + v) * ctx.n_seq * ctx.streams
+
+
+def _state(shape: ModelShape, ctx: Context, n_rs: int) -> int:
+    return (shape.n_embd_r + shape.n_embd_s) * 4 * ctx.n_parallel * (1 + n_rs)
 
 
 def _dsv4(shape: ModelShape, layer: LayerShape, s: Settings, n_rs: int) -> tuple[int, int, int]:
@@ -136,4 +144,6 @@ def checkpoint_bytes(shape: ModelShape, s: Settings, n_rs: int) -> int:
             total += raw + state
         elif layer.attention in (Attention.SWA, Attention.RECURRENT):
             total += layer_bytes(shape, layer, one, n_rs)
+        elif layer.attention is Attention.PARALLEL:
+            total += _state(shape, context(one), n_rs)
     return total

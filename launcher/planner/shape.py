@@ -163,6 +163,12 @@ def model_shape(header: ModelHeader, *, mtp: bool = False) -> ModelShape:
             f"{header.path} has no {header.arch or '<arch>'}.block_count: not a language model that can be placed",
             fix="launcher plan PATH/TO/MODEL.gguf     # a projector or an adapter belongs to a model, it is none",
         )
+    if keys.get("embedding_length") <= 0:
+        raise ModelUnreadable(
+            "model-no-width",
+            f"{header.path} has no {header.arch}.embedding_length, which the engine needs too",
+            fix="convert the model again with llama.cpp's convert_hf_to_gguf.py, or fetch another GGUF of it",
+        )
     warnings: list[str] = []
     blocks: list[list[TensorInfo]] = [[] for _ in range(n_layer)]
     rest: list[TensorInfo] = []

@@ -13,7 +13,7 @@ from launcher.planner.shape import ModelShape
 from launcher.structs import ModelHeader, Settings
 from launcher.units import MIB
 from tests.engine_rows import rows, shapes
-from tests.models import moe_header, replica_header
+from tests.models import moe_header, replica_header, tensor
 
 
 def cache_bytes(shape: ModelShape, s: Settings) -> int:
@@ -114,6 +114,37 @@ def test_a_scalar_and_an_array_that_say_the_same_give_the_same() -> None:
     assert cache_bytes(explicit, s) == cache_bytes(scalar, s)
 
 
+def test_windows_that_the_engine_overrules() -> None:
+    """src/models of b11434: fixed sizes, or none at all, whatever the key says."""
+
+    def window(arch: str, n_layer: int, **keys: int) -> int:
+        meta = {f"{arch}.{k}": v for k, v in keys.items()} | {
+            f"{arch}.block_count": n_layer,
+            "general.architecture": arch,
+        }
+        base = moe_header([0] * n_layer)
+        meta |= {f"{arch}.embedding_length": 1024, f"{arch}.attention.head_count": 8}
+        return model_shape(dataclasses.replace(base, metadata=meta)).n_swa
+
+    key = "attention.sliding_window"
+    assert window("llama4", 4) == window("llama4", 4, **{key: 1024}) == 8192
+    assert window("llama4", 4, **{key: 0}) == 0
+    assert window("smallthinker", 4, **{key: 1024}) == 4096
+    assert window("exaone4", 30, **{key: 4096}) == 0
+    assert window("exaone4", 64) == 4096
+    assert window("gemma2", 4) == 4096
+    assert window("phi3", 4, **{key: 2048}) == 0
+
+
+def test_without_flash_attention_every_v_row_is_as_wide_as_the_widest() -> None:
+    header = gemma3_270m(**{"gemma3.attention.key_length_swa": 256, "gemma3.attention.value_length_swa": 64})
+    shape = model_shape(header)
+    on, off = Settings(n_ctx_per_stream=8192), Settings(n_ctx_per_stream=8192, flash_attn="off")
+    window = next(x for x in shape.layers if x.attention is Attention.SWA)
+    assert (window.width_k, window.width_v, shape.widest_v) == (256, 64, 256)
+    assert kv.layer_bytes(shape, window, off) * 320 == kv.layer_bytes(shape, window, on) * 512
+
+
 def test_layers_without_kv_heads_have_no_cache() -> None:
     """LFM2: head_count_kv is an array with zeros for convolution layers; 384 MiB at 32768, not 0 and not 1024."""
     heads = (0, 0, 8, 0, 0, 8, 0, 0, 8, 0, 8, 0, 8, 0, 8, 0)
@@ -172,6 +203,26 @@ def test_a_checkpoint_is_what_a_prompt_cannot_rebuild() -> None:
     s = Settings(n_ctx_per_stream=204800, n_batch=4096, n_ubatch=4096)
     assert 183 * MIB < kv.checkpoint_bytes(flash, s, 5) < 256 * MIB
     assert kv.checkpoint_bytes(shapes()["Qwen3-30B-A3B-Q4_K_M"], s, 0) == 0
+
+
+def test_a_linear_attention_layer_is_known_by_its_convolution() -> None:
+    """Kimi-Linear names projections of its recurrent layers attn_*; Falcon-H1 has a cache and a state in every layer."""
+    base = moe_header([0] * 2)
+    conv = tensor("blk.1.ssm_conv1d_q.weight", (4, 512))
+
+    def shape(arch: str, **keys: int) -> ModelShape:
+        meta = {f"{arch}.{k}": v for k, v in keys.items()} | {"general.architecture": arch, f"{arch}.block_count": 2}
+        meta |= {f"{arch}.embedding_length": 1024, f"{arch}.attention.head_count": 8, f"{arch}.attention.head_count_kv": 2}
+        return model_shape(dataclasses.replace(base, metadata=meta, tensors=(*base.tensors, conv)))
+
+    kda = shape("kimi-linear", **{"kda.head_dim": 128, "ssm.conv_kernel": 4})
+    assert [x.attention for x in kda.layers] == [Attention.FULL, Attention.RECURRENT]
+    s = Settings(n_ctx_per_stream=8192)
+    assert kv.layer_bytes(kda, kda.layers[1], s) == (3 * 3 * 8 * 128 + 128 * 128 * 8) * 4
+    both = shape("falcon-h1", **{"ssm.conv_kernel": 4, "ssm.inner_size": 1024, "ssm.state_size": 64, "ssm.group_count": 1})
+    assert both.layers[1].attention is Attention.PARALLEL
+    state = (3 * (1024 + 128) + 64 * 1024) * 4
+    assert kv.layer_bytes(both, both.layers[1], s) == 2 * 256 * 2 * 8192 + state
 
 
 def test_an_unknown_window_is_priced_in_full_and_labelled() -> None:

@@ -89,6 +89,14 @@ def test_a_routed_tensor_outside_the_class_is_refused_with_the_name() -> None:
     assert "ffn_wide_exps" in caught.value.message
 
 
+def test_a_file_without_a_width_is_refused() -> None:
+    header = moe_header([64])
+    meta = {k: v for k, v in header.metadata.items() if "embedding_length" not in k}
+    with pytest.raises(ModelUnreadable) as caught:
+        model_shape(dataclasses.replace(header, metadata=meta))
+    assert caught.value.reference == "model-no-width"
+
+
 def test_a_file_without_layers_is_refused() -> None:
     header = moe_header([64])
     meta = {k: v for k, v in header.metadata.items() if "block_count" not in k}
