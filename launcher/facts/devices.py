@@ -14,7 +14,7 @@ from launcher.errors import DeviceUnusable
 from launcher.facts import host as host_facts
 from launcher.facts import rpc
 from launcher.facts.engine import call, clean_env
-from launcher.facts.nvml import NvmlCard, nvml_cards
+from launcher.facts.nvml import NvmlCard, driver_trouble, nvml_cards
 from launcher.structs import Device, Engine, Host
 from launcher.units import MIB, human
 
@@ -83,6 +83,8 @@ def read_devices(
     """
     host = host_facts.read_host()
     seen, warnings = visible_cards(nvml_cards() if cards is None else cards, env)
+    if cards is None and not seen and (trouble := driver_trouble()):
+        warnings += (trouble,)
     if engine is None:
         devices, more = merge(None, seen, host=host)
         if rpc_hosts:
@@ -157,7 +159,8 @@ def merge(
                 if reason != "no memory":
                     warnings.append(f"{one.name} ({one.description}) is left out: {reason}")
                 continue
-            card = joined.get(one.name) or _same_name(one, cards)
+            alone = sum(other.description == one.description for other in listed if other.backend == one.backend) == 1
+            card = joined.get(one.name) or (_same_name(one, cards) if alone else None)
             devices.append(_listed_device(one, card, warnings))
         if cards and not names and not devices:
             warnings.append(f"{len(cards)} NVIDIA card(s) here, but this engine lists none: a build without CUDA?")
@@ -250,17 +253,24 @@ def _ask_rpc(
 
 
 def _join(cuda: Sequence[ListedDevice], cards: Sequence[NvmlCard], warnings: list[str]) -> dict[str, NvmlCard]:
-    """Card of each CUDA device: the n-th device is the n-th visible card, if name and size agree."""
+    """Card of each CUDA device: the n-th device is the n-th visible card, if name and size agree.
+
+    A card is given away once: a driver that shows fewer cards than the engine lists (a container, a lost card) must
+    not make two devices out of one card's memory. Only virtual devices share.
+    """
     joined: dict[str, NvmlCard] = {}
+    left = list(range(len(cards)))
     for position, one in enumerate(cuda):
         virtual = _VIRTUAL.search(one.description)
         at = int(virtual[1]) if virtual else position
-        if at < len(cards) and _alike(one, cards[at], bool(virtual)):
+        free = range(len(cards)) if virtual else left
+        if at not in free or not _alike(one, cards[at], bool(virtual)):
+            same = [i for i in free if _alike(one, cards[i], bool(virtual))]
+            at = same[0] if len(same) == 1 else -1
+        if at >= 0:
             joined[one.name] = cards[at]
-            continue
-        same = [c for c in cards if _alike(one, c, bool(virtual))]
-        if len(same) == 1:
-            joined[one.name] = same[0]
+            if not virtual:
+                left.remove(at)
         elif cards:
             warnings.append(
                 f"{one.name} ({one.description}) matches no card of the driver: the engine's figures are used"

@@ -6,6 +6,7 @@ Runs the binary at most twice (`--help`, `--version`) per version of it: what wa
 from __future__ import annotations
 
 import contextlib
+import glob
 import hashlib
 import json
 import os
@@ -28,6 +29,8 @@ _INSTALL = "launcher engine install"
 _TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 _CACHE_SCHEMA = 1
 _CALL_TIMEOUT_S = 20.0
+_SAID_MAX_BYTES = 4 * 1024**2  # of one stream; a --help is 70 kB
+_SHELL_SIGILL = 128 + signal.SIGILL  # what a wrapper script ends with when the program in it was killed
 _FLAG_LINE = re.compile(r"^(-{1,2}[A-Za-z][\w-]*(?:,\s+-{1,2}[A-Za-z][\w-]*)*)(?:\s+(\S+))?")
 _BUILD_FOLDERS = (
     "~/llama.cpp/build/bin",
@@ -83,8 +86,9 @@ def call(
 ) -> Called:
     """Run a binary to its end and collect what it said. Never raises but for an interrupt.
 
-    On a time-out it is killed by pid and reaped; kill False leaves it to end by itself (a client that waits for an
-    RPC server must not be killed) and names its pid in the note.
+    On a time-out it is killed and reaped with all that it started (a wrapper script's engine would live on and hold
+    its cards); kill False leaves it to end by itself (a client that waits for an RPC server must not be killed) and
+    names its pid in the note.
     """
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         try:
@@ -100,13 +104,16 @@ def call(
             note = f"no answer in {timeout_s:g} s" + ("" if kill else f" (pid {child.pid})")
         finally:
             if kill and child.returncode is None:
-                child.kill()
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(child.pid, signal.SIGKILL)  # its own session, so its own group
                 child.wait()
         return Called(code=None if note else child.returncode, out=_said(out), err=_said(err), note=note)
 
 
-def find_engine(explicit: str | None = None, slug_path: str | None = None) -> Engine:
+def find_engine(explicit: str | None = None, slug_path: str | None = None, *, notes: list[str] | None = None) -> Engine:
     """The llama-server to use: `--engine`, the slug's, LLAMA_SERVER, `engine use`, PATH, build folders, our own build.
+
+    notes  gets a line for every one that is there, does not run and was passed over
 
     One that a person named (the first four) must work: DeviceUnusable engine-missing, engine-broken or
     engine-not-llama-server says what is wrong with it. Of the others the first that works is taken;
@@ -116,19 +123,21 @@ def find_engine(explicit: str | None = None, slug_path: str | None = None) -> En
         (explicit, "--engine"),
         (slug_path, "slug"),
         (os.environ.get("LLAMA_SERVER"), "LLAMA_SERVER"),
-        (_chosen(), "engine use"),
+        (chosen(), "engine use"),
     ):
         if named and named.strip():
             return probe(named.strip(), found_by)
     looked: list[str] = []
     for candidate, found_by in candidates():
-        if not candidate.is_file():
+        if not os.path.isfile(candidate):  # noqa: PTH113 - Path.is_file() raises in a folder that is not ours to enter
             looked.append(f"{candidate}: not there")
             continue
         try:
             return probe(str(candidate), found_by)
         except DeviceUnusable as error:
-            looked.append(f"{candidate}: {error.message}")
+            looked.append(error.message)
+            if notes is not None:
+                notes.append(f"passed over an engine ({found_by}): {error.message}")
     raise DeviceUnusable(
         "engine-missing",
         f"no {NAME} found on this machine",
@@ -184,7 +193,7 @@ def parse_version(text: str) -> str:
 
 def _said(file: IO[bytes]) -> str:
     file.seek(0)
-    return file.read().decode("utf-8", "replace")
+    return file.read(_SAID_MAX_BYTES).decode("utf-8", "replace")
 
 
 def _ask(binary: Path, found_by: str, digest: str) -> dict[str, Any]:
@@ -212,7 +221,7 @@ def _ask(binary: Path, found_by: str, digest: str) -> dict[str, Any]:
 
 
 def _broken(binary: Path, found_by: str, called: Called) -> DeviceUnusable:
-    if called.code == -signal.SIGILL:
+    if called.code in (-signal.SIGILL, _SHELL_SIGILL):
         what = "this binary needs CPU features that this machine lacks"
     elif called.code is None:
         what = called.note
@@ -229,15 +238,16 @@ def _broken(binary: Path, found_by: str, called: Called) -> DeviceUnusable:
 
 
 def _binary(text: str, found_by: str) -> Path:
-    path = Path(text).expanduser()
-    if "/" not in text and not path.exists():
+    path = Path(os.path.expanduser(text))  # noqa: PTH111 - leaves `~nobody` as it is where pathlib raises
+    # os.path answers False where pathlib raises: folders that are not ours to enter, names that cannot be
+    if "/" not in text and not os.path.exists(path):  # noqa: PTH110
         path = Path(shutil.which(text) or path)
-    if path.is_dir():
+    if os.path.isdir(path):  # noqa: PTH112
         inside = [path / NAME, path / "bin" / NAME, path / "build" / "bin" / NAME]
-        path = next((p for p in inside if p.is_file()), path)
-    if not path.exists():
-        what = "does not exist"
-    elif path.is_dir():
+        path = next((p for p in inside if os.path.isfile(p)), path)  # noqa: PTH113
+    if not os.path.exists(path):  # noqa: PTH110
+        what = "does not exist" + (" (a link to nothing)" if os.path.islink(path) else "")  # noqa: PTH114
+    elif os.path.isdir(path):  # noqa: PTH112
         what = f"is a folder without {NAME} in it"
     elif not os.access(path, os.X_OK):
         what = "is not executable"
@@ -251,10 +261,10 @@ def _binary(text: str, found_by: str) -> Path:
     )
 
 
-def _chosen() -> str | None:
-    """The path in the choice file: its first line that is neither empty nor a comment."""
+def chosen() -> str | None:
+    """The path in the choice file of `engine use`: its first line that is neither empty nor a comment."""
     try:
-        lines = (paths.config_dir() / "engine").read_text(encoding="utf-8").splitlines()
+        lines = (paths.config_dir() / "engine").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return None
     return next((line.strip() for line in lines if line.strip() and not line.startswith("#")), None)
@@ -262,12 +272,16 @@ def _chosen() -> str | None:
 
 def candidates() -> Iterator[tuple[Path, str]]:
     """(path, found by) of every place that is searched without being named, in order."""
-    if on_path := shutil.which(NAME):
-        yield Path(on_path), "PATH"
+    folders = dict.fromkeys(f for f in os.environ.get("PATH", "").split(os.pathsep) if f)
+    for folder in folders:  # all of them: one that does not run here must not hide the next
+        if on_path := shutil.which(NAME, path=folder):
+            yield Path(on_path), "PATH"
     for folder in _BUILD_FOLDERS:
         with contextlib.suppress(RuntimeError):  # no HOME to expand
             yield Path(folder).expanduser() / NAME, "build folder"
-    built = [p for p in (paths.cache_dir() / "engine-builds").glob(f"*/bin/{NAME}") if p.is_file()]
+    # Path.glob() raises in a folder that is not ours to enter
+    every = glob.glob(f"*/bin/{NAME}", root_dir=paths.cache_dir() / "engine-builds")  # noqa: PTH207
+    built = [p for p in (paths.cache_dir() / "engine-builds" / found for found in every) if p.is_file()]
     for path in sorted(built, key=lambda p: (-p.stat().st_mtime, str(p))):
         yield path, "engine install"
 
@@ -279,6 +293,8 @@ def _digest(binary: Path) -> str:
     """
     real = binary.resolve()
     stat = real.stat()
+    if not os.access(real, os.R_OK):  # may be run, may not be read: then what it is called must do
+        return hashlib.sha256(f"{real} {stat.st_size} {stat.st_mtime_ns} {stat.st_ino}".encode()).hexdigest()
     stamp = [stat.st_size, stat.st_mtime_ns, stat.st_ino]
     index = _load(_cache("digests.json"))
     entry = index.get(str(real))

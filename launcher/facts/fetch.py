@@ -8,19 +8,22 @@ killed processes, and takes its final name only when size and sha256 are right.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import functools
 import hashlib
 import os
 import re
+import shlex
 import ssl
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 from launcher.errors import DownloadFailed, Locked
 from launcher.units import MIB
@@ -66,22 +69,38 @@ def download(
     again     the command that goes on where this stopped: the fix of every error
     token     bearer token, sent to the origin of `url` only, never to where it redirects
     retries   failures in a row, each without a MiB in between, that are taken before giving up
-    Raises DownloadFailed (download-failed, download-refused, hash-mismatch, size-mismatch, disk-full),
+    Raises DownloadFailed (download-failed, download-refused, hash-mismatch, size-mismatch, disk-full, disk-unwritable),
     Locked (download-locked).
     """
-    target.parent.mkdir(parents=True, exist_ok=True)
     part_path = target.with_name(target.name + ".part")
     etag_path = target.with_name(target.name + ".part.etag")
-    with _locked(part_path, again) as part:
-        job = _Job(part, etag_path, size_bytes, sha256, stage, progress)
-        job.rehash()
-        with client() as http:
-            _receive_all(http, url, job, token=token, again=again, retries=retries, name=target.name)
-        digest = job.check(target.name, part_path, again)
-        os.fsync(part.fileno())
-        part_path.replace(target)
-        etag_path.unlink(missing_ok=True)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(part_path, again) as part:
+            job = _Job(part, etag_path, size_bytes, sha256, stage, progress)
+            job.rehash()
+            with client(again) as http:
+                _receive_all(http, url, job, token=token, again=again, retries=retries, name=target.name)
+            digest = job.check(target.name, part_path, again)
+            os.fsync(part.fileno())
+            part_path.replace(target)
+            etag_path.unlink(missing_ok=True)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            kept = f"{part_path.stat().st_size:,} of {size_bytes or 0:,} bytes are kept in {part_path}"
+            raise disk_error(error, target, again, context=kept) from None
+        raise disk_error(error, target, again) from None
     return digest
+
+
+def disk_error(error: OSError, path: Path, again: str, *, context: str = "") -> DownloadFailed:
+    """A failed write as a refusal: disk-full, or disk-unwritable for every other reason."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        what = f"the disk is full: {path}"
+        return DownloadFailed("disk-full", what, context=context, fix=f"df -h, make room, then: {again}")
+    at = Path(error.filename or path)
+    fix = f"ls -ld {shlex.quote(str(at.parent))}     # it must be a folder that you may write to; then: {again}"
+    return DownloadFailed("disk-unwritable", f"cannot write {at}: {error.strerror or error}", context=context, fix=fix)
 
 
 def get_page(url: str, *, again: str, accept: str, token: str | None = None) -> Page:
@@ -89,7 +108,7 @@ def get_page(url: str, *, again: str, accept: str, token: str | None = None) -> 
     import httpx
 
     failures = 0
-    with client() as http:
+    with client(again) as http:
         while True:
             try:
                 with _hops(http, url, {"Accept": accept}, token) as answer:
@@ -114,16 +133,33 @@ def get_page(url: str, *, again: str, accept: str, token: str | None = None) -> 
             time.sleep(0.5 * failures)
 
 
-def client() -> httpx.Client:
-    """An HTTP client that trusts the system's certificates (SSL_CERT_FILE and SSL_CERT_DIR as OpenSSL reads them)."""
+def client(again: str) -> httpx.Client:
+    """An HTTP client with the proxies of the environment that trusts the system's certificates.
+
+    SSL_CERT_FILE and SSL_CERT_DIR as OpenSSL reads them; REQUESTS_CA_BUNDLE, CURL_CA_BUNDLE and PIP_CERT are trusted
+    too: where a proxy opens every connection, one of them is what people have set.
+    Raises DownloadFailed (proxy-unusable) for a proxy variable that cannot be used.
+    """
     import httpx
 
-    return httpx.Client(verify=_certificates(), timeout=httpx.Timeout(30, read=60), follow_redirects=False)
+    try:
+        return httpx.Client(verify=_certificates(), timeout=httpx.Timeout(15, read=60), follow_redirects=False)
+    except (ImportError, ValueError, httpx.InvalidURL) as error:
+        named = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY")
+        said = [n for name in named for n in (name, name.lower()) if os.environ.get(n)]
+        why = "socks proxies are not supported" if isinstance(error, ImportError) else str(error)
+        what = f"the proxy of {', '.join(said) or 'this system'} cannot be used: {why}"
+        fix = f"HTTPS_PROXY=http://host:port {again}     # or: env -u {' -u '.join(said) or 'ALL_PROXY'} {again}"
+        raise DownloadFailed("proxy-unusable", what, fix=fix) from None
 
 
 @functools.cache
 def _certificates() -> ssl.SSLContext:
     context = ssl.create_default_context()
+    for name in ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "PIP_CERT"):
+        own = Path(os.environ.get(name, "") or "/nonexistent")
+        with contextlib.suppress(OSError):  # ssl.SSLError is one
+            context.load_verify_locations(*((None, own) if own.is_dir() else (own,)))
     if not (os.environ.get("SSL_CERT_FILE") or os.environ.get("SSL_CERT_DIR")):
         import certifi  # httpx needs it: some Pythons are built without a certificate store
 
@@ -155,7 +191,7 @@ class _Job:
     """The growing `.part` file, its hash and its ETag."""
 
     def __init__(
-        self, part: IO[bytes], etag_path: Path, size: int | None, sha256: str | None, stage: str, progress: Progress
+        self, part: FileIO, etag_path: Path, size: int | None, sha256: str | None, stage: str, progress: Progress
     ) -> None:
         self.part, self.etag_path, self.size, self.sha256 = part, etag_path, size, sha256
         self.stage, self.progress = stage, progress
@@ -167,8 +203,12 @@ class _Job:
         if (self.size is not None and self.have > self.size) or (self.have and not (self.sha256 or self.etag())):
             self.restart()
         self.part.seek(0)
+        read = 0
         while block := self.part.read(4 * MIB):
             self.digest.update(block)
+            read += len(block)
+            # Minutes for what a big shard left: said, else it looks like a hang.
+            self.progress(self.stage.replace("download", "reread", 1), read, self.have)
         self.progress(self.stage, self.have, self.size or 0)
 
     def etag(self) -> str:
@@ -186,14 +226,15 @@ class _Job:
         self.etag_path.write_text(etag, encoding="utf-8")
 
     def add(self, block: bytes) -> None:
-        self.part.write(block)
+        rest = memoryview(block)
+        while rest:
+            rest = rest[self.part.write(rest) :]
         self.digest.update(block)
         self.have += len(block)
         self.progress(self.stage, self.have, self.size or 0)
 
     def check(self, name: str, part_path: Path, again: str) -> str:
         """Size and hash, else the part is removed: every later try would fail on the same bytes."""
-        self.part.flush()
         real = self.digest.hexdigest()
         if self.size is not None and self.have != self.size:
             reference, what = "size-mismatch", f"{name} has {self.have:,} bytes, {self.size:,} were promised"
@@ -208,10 +249,10 @@ class _Job:
 
 
 @contextmanager
-def _locked(path: Path, again: str) -> Iterator[IO[bytes]]:
+def _locked(path: Path, again: str) -> Iterator[FileIO]:
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        with os.fdopen(fd, "r+b") as part:
+        with os.fdopen(fd, "r+b", buffering=0) as part:  # a full disk shows at the write, not at the close
             try:
                 fcntl.flock(part, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -240,16 +281,11 @@ def _receive_all(
             if status not in _RETRY_STATUS:
                 return
             reason = f"HTTP {status}"
-        except httpx.TransportError as err:
+        except (httpx.TransportError, httpx.InvalidURL, httpx.StreamError) as err:
             reason = _reason(err)
             answered = answered or job.have > start or not isinstance(err, httpx.ConnectError | httpx.ConnectTimeout)
-            if isinstance(err, httpx.UnsupportedProtocol):
+            if isinstance(err, httpx.UnsupportedProtocol | httpx.InvalidURL):
                 raise DownloadFailed("download-refused", f"{shown(url)}: {reason}", fix=again) from None
-        except OSError as err:
-            if err.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
-            what = f"the disk is full: {name} stopped at {job.have:,} of {job.size or 0:,} bytes"
-            raise DownloadFailed("disk-full", what, fix=f"df -h, make room, then: {again}") from None
         failures = 1 if job.have - start >= MIB else failures + 1
         if failures > (retries if answered else min(retries, _CONNECT_TRIES)):
             context = f"{job.have:,} bytes are kept, the next run goes on from there" if job.have else ""

@@ -22,6 +22,20 @@ from launcher.units import GGML_TYPES, human
 
 __all__ = ["find_shards", "read_header"]
 
+BLOCKS_MAX = 512  # llama-hparams.h: LLAMA_MAX_LAYERS; the engine refuses more
+# `<arch>.*` keys that count something: u32, or one u32 a layer, whatever else a damaged file says. The engine is as
+# strict; without it a NaN or a block count of two billion would surface as a traceback or as memory that is gone.
+_COUNTS = frozenset({
+    "block_count", "context_length", "embedding_length", "feed_forward_length", "expert_feed_forward_length",
+    "expert_count", "expert_used_count", "leading_dense_block_count", "nextn_predict_layers", "vocab_size",
+    "attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.value_length",
+    "attention.key_length_mla", "attention.value_length_mla", "attention.key_length_swa",
+    "attention.value_length_swa", "attention.sliding_window", "attention.sliding_window_pattern",
+    "attention.shared_kv_layers", "attention.compress_ratios", "attention.indexer.key_length",
+    "attention.kv_lora_rank", "ssm.conv_kernel", "ssm.inner_size", "ssm.state_size", "ssm.group_count",
+    "kda.head_dim", "shortconv.l_cache",
+})  # fmt: skip
+
 
 def read_header(path: str | Path) -> ModelHeader:
     """Header of a model: a single file, any shard of a set, or a folder that holds one set.
@@ -31,6 +45,7 @@ def read_header(path: str | Path) -> ModelHeader:
     """
     paths = find_shards(path)
     shards = [_read_file(p, i, len(paths)) for i, p in enumerate(paths)]
+    _check_counts(shards[0])
     _check_set(shards)
     _check_data(shards)
     digest = hashlib.sha256("\n".join(f"{s.digest} {s.file_bytes}" for s in shards).encode())
@@ -78,6 +93,23 @@ def _read_file(path: Path, index: int, count: int) -> Shard:
 
 
 # ------------------------------------------------------------------------------------- checks over the set
+
+
+def _check_counts(first: Shard) -> None:
+    """Refuses keys that count something and hold no count, and more blocks than any engine loads."""
+    arch = first.metadata.get("general.architecture")
+    for name in _COUNTS:
+        key = f"{arch}.{name}"
+        value = first.metadata.get(key, 0)
+        every = value if isinstance(value, tuple) else (value,)
+        odd = next((v for v in every if not isinstance(v, int) or not 0 <= v < 2**32), None)
+        if odd is not None:
+            raise first.damaged(f"key {show(key)} is {show(str(odd))[1:-1]}, which is no count")
+    if first.metadata.get(f"{arch}.embedding_length", 1) == 0:
+        raise first.damaged(f"key {show(f'{arch}.embedding_length')} is 0")
+    blocks = first.metadata.get(f"{arch}.block_count", 0)
+    if not isinstance(blocks, int) or blocks > BLOCKS_MAX:
+        raise first.damaged(f"it claims {show(str(blocks))[1:-1]} blocks, more than {BLOCKS_MAX}")
 
 
 def _check_set(shards: list[Shard]) -> None:

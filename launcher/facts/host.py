@@ -109,7 +109,7 @@ def _groups(root: Path, controller: str, kind: str) -> Iterator[Path]:
                 below = path[len(mount_root.rstrip("/")) :] if path.startswith(mount_root) else "/"
                 top = root / mount_point.lstrip("/")
                 group = top / below.strip("/")
-                while group != top and not group.is_dir() and top in group.parents:
+                while group != top and not os.path.isdir(group) and top in group.parents:  # noqa: PTH112 - never raises
                     group = group.parent
                 while group != top and top in group.parents:
                     yield group
@@ -132,13 +132,16 @@ def _mounts(root: Path, controller: str, kind: str) -> list[tuple[str, str]]:
 
 def _room(root: Path, limit_file: Path, used_file: Path, cache_name: str) -> list[MemoryRoom]:
     limit, used = _number(limit_file), _number(used_file)
+    stat = dict(
+        line.split(" ", 1) for line in (_text(limit_file.parent / "memory.stat") or "").splitlines() if " " in line
+    )
+    sizes = {name: int(value) for name, value in stat.items() if value.strip().isdigit()}
+    if limit is not None and "hierarchical_memory_limit" in sizes:
+        # Version 1 knows the least limit of all parents, also of those that a container cannot see.
+        limit = min(limit, sizes["hierarchical_memory_limit"])
     if limit is None or limit >= _UNLIMITED:
         return []
-    cache = 0
-    for line in (_text(limit_file.parent / "memory.stat") or "").splitlines():
-        name, _, value = line.partition(" ")
-        if name == cache_name and value.strip().isdigit():
-            cache = int(value)
+    cache = sizes.get(cache_name, 0)
     left = max(0, limit - max(0, (used or 0) - cache))
     return [MemoryRoom(file="/" + str(limit_file.relative_to(root)), limit_bytes=limit, left_bytes=left)]
 

@@ -64,6 +64,25 @@ def nvml_cards(nvml: Any = None) -> tuple[NvmlCard, ...]:
         _ask(nvml, nvml.nvmlShutdown, [], "shutdown")
 
 
+def driver_trouble(nvml: Any = None) -> str:
+    """Why a driver that is installed does not answer; empty when it does, or when this machine has none.
+
+    After an update without a restart every CUDA program sees no card at all, and a plan would silently use the host.
+    """
+    if nvml is None:
+        import pynvml
+
+        nvml = pynvml
+    try:
+        nvml.nvmlInit()
+    except (nvml.NVMLError_LibraryNotFound, OSError):
+        return ""
+    except nvml.NVMLError as error:
+        return f"the NVIDIA driver does not answer ({error}): no card is planned with; see what `nvidia-smi` says"
+    _ask(nvml, nvml.nvmlShutdown, [], "shutdown")
+    return ""
+
+
 def _ask(nvml: Any, what: Callable[..., Any], notes: list[str], name: str, *args: Any) -> Any:
     """One NVML call; None, and a note, for anything it refuses (not supported, no permission, lost card)."""
     try:

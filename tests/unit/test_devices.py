@@ -28,6 +28,7 @@ from launcher.facts.devices import (
     read_devices,
     visible_cards,
 )
+from launcher.facts.nvml import driver_trouble
 from launcher.structs import Device, Engine, GpuProcess, Host
 from launcher.units import GIB, MIB
 
@@ -79,6 +80,7 @@ class Nvml:
     """pynvml's functions over plain data; an Exception in the data is raised."""
 
     NVMLError = pynvml.NVMLError
+    NVMLError_LibraryNotFound = pynvml.NVMLError_LibraryNotFound
     NVML_CLOCK_MEM = pynvml.NVML_CLOCK_MEM
 
     def __init__(self, *cards: Mapping[str, Any], init: Exception | None = None) -> None:
@@ -247,6 +249,43 @@ def test_unequal_cards_are_matched_by_name_when_the_order_differs() -> None:
     ours = [listed("CUDA0", 15900, 15700, "NVIDIA GeForce RTX 5060 Ti"), listed("CUDA1", 24123, 23800)]
     devices, warnings = merge(ours, cards)
     assert [d.uuid for d in devices] == ["GPU-1f0da944-0000", "GPU-0f0da944-0000"] and warnings == ()
+
+
+def test_one_card_of_the_driver_is_not_two_devices() -> None:
+    """A container whose NVML shows one card of two: the second must not be given the first one's memory again."""
+    ours = [listed("CUDA0", 24123, 23800), listed("CUDA1", 24123, 9000)]
+    devices, warnings = merge(ours, [card(0)])
+    assert [(d.uuid, d.free_bytes) for d in devices] == [
+        ("GPU-0f0da944-0000", 24125 * MIB),
+        (None, 9000 * MIB),
+    ]
+    assert warnings == ("CUDA1 (NVIDIA GeForce RTX 3090) matches no card of the driver: the engine's figures are used",)
+    vulkan = [listed("Vulkan0", 24576, 24000), listed("Vulkan1", 24576, 9000)]
+    assert [d.uuid for d in merge(vulkan, [card(0)])[0]] == [None, None]
+
+
+def test_equal_cards_behind_another_one_are_told_apart_by_what_is_left() -> None:
+    cards = [card(0), card(1), card(2, name="NVIDIA GeForce RTX 5060 Ti", total_bytes=16311 * MIB)]
+    ours = [
+        listed("CUDA0", 15900, 15700, "NVIDIA GeForce RTX 5060 Ti"),
+        listed("CUDA1", 24123, 1), listed("CUDA2", 24123, 2),
+    ]  # fmt: skip
+    devices, warnings = merge(ours, cards)
+    assert len({d.uuid for d in devices}) == 3 and warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("value", "order"),
+    [
+        ("1,0", (1, 0)), (" 1 , 0 ", (1, 0)), ("GPU-1f0da944-0000,GPU-0", (1, 0)), ("gpu-1", (1,)), ("0,GPU-1", (0, 1)),
+        ("1,7,0", (1,)), ("GPU-,0", ()), ("-1", ()), ("", ()), ("0,0", (0,)), ("x", ()), ("0;1", ()),
+    ],
+)  # fmt: skip
+def test_what_a_person_shows_to_cuda_is_what_is_planned_with(value: str, order: tuple[int, ...]) -> None:
+    seen, _ = visible_cards((card(0), card(1)), {"CUDA_VISIBLE_DEVICES": value})
+    assert tuple(c.index for c in seen) == order
+    lines = [listed(f"CUDA{i}", 24123, 23000 + i) for i in range(len(order))]
+    assert [d.uuid for d in merge(lines, seen)[0]] == [f"GPU-{i}f0da944-0000" for i in order]
 
 
 def test_a_device_that_matches_no_card_keeps_the_engines_figures() -> None:
@@ -460,6 +499,38 @@ def test_an_engine_that_cannot_list(tmp_path: Path) -> None:
     with pytest.raises(DeviceUnusable) as caught:
         read_devices(fake_engine(tmp_path, "echo boom >&2; exit 3"), env={}, cards=())
     assert (caught.value.reference, caught.value.context) == ("engine-list-failed", "boom")
+
+
+def test_an_engine_that_hangs_is_ended_with_all_that_it_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wrapper script's real engine would otherwise live on and hold its cards."""
+    monkeypatch.setattr("launcher.facts.devices._LIST_TIMEOUT_S", 0.5)
+    body = f"sleep 60 &\necho $! > {tmp_path}/pid\nwait"
+    with pytest.raises(DeviceUnusable) as caught:
+        read_devices(fake_engine(tmp_path, body), env={"PATH": "/usr/bin:/bin"}, cards=())
+    assert caught.value.reference == "engine-list-failed" and "no answer in 0.5 s" in caught.value.message
+    pid = int((tmp_path / "pid").read_text())
+    for _ in range(100):
+        if not Path(f"/proc/{pid}").exists() or ") Z " in Path(f"/proc/{pid}/stat").read_text():
+            return
+        time.sleep(0.02)
+    pytest.fail(f"{pid} is still there")
+
+
+def test_an_engine_that_lists_noise_gives_no_devices(tmp_path: Path) -> None:
+    (tmp_path / "noise").write_bytes(bytes(range(256)) * 400 + b"\n  CUDA0: broken (12 MiB, free)\n  CUDA1: x (MiB)\n")
+    engine = fake_engine(tmp_path, f"cat {tmp_path}/noise")
+    devices, warnings = read_devices(engine, env={"PATH": "/usr/bin:/bin"}, cards=(card(),))
+    assert devices == () and warnings == ("1 NVIDIA card(s) here, but this engine lists none: a build without CUDA?",)
+
+
+def test_a_driver_that_does_not_answer_says_so() -> None:
+    mismatch = driver_trouble(Nvml(init=pynvml.NVMLError(pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH)))
+    assert "version mismatch" in mismatch.lower() and "nvidia-smi" in mismatch
+    assert driver_trouble(Nvml(init=pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND))) == ""
+    good = Nvml()
+    assert driver_trouble(good) == "" and good.shut == 1
 
 
 def test_without_an_engine_rpc_is_left_out() -> None:

@@ -207,3 +207,62 @@ def test_a_call_that_hangs_is_killed_unless_it_may_not_be(tmp_path: Path) -> Non
     os.kill(int(pid.read_text()), 0)
     assert f"(pid {pid.read_text().strip()})" in called.note
     os.waitpid(int(pid.read_text()), 0)
+
+
+def test_an_empty_variable_names_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launcher_home: Path) -> None:
+    on_path = binary(tmp_path / "path/llama-server")
+    monkeypatch.setenv("PATH", f"{on_path.parent}:/usr/bin:/bin")
+    for empty in ("", "  "):
+        monkeypatch.setenv("LLAMA_SERVER", empty)
+        assert engine.find_engine("", empty).found_by == "PATH"
+    (launcher_home / "config").mkdir()
+    (launcher_home / "config/engine").write_bytes(b"# chosen\n\n   \n")
+    assert engine.find_engine().found_by == "PATH"
+    (launcher_home / "config/engine").write_bytes(b"\xff\xfe\n")
+    with pytest.raises(DeviceUnusable, match="does not exist"):
+        engine.find_engine()
+
+
+def test_what_was_passed_over_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launcher_home: Path) -> None:
+    """The next llama-server of the PATH is tried before any other place, and nobody is left to wonder which one ran."""
+    broken, good = binary(tmp_path / "a/llama-server", "exit 1"), binary(tmp_path / "b/llama-server")
+    binary(launcher_home / "cache/engine-builds/key/bin/llama-server")
+    monkeypatch.setenv("PATH", f"{broken.parent}:{tmp_path}/none::{good.parent}:/usr/bin:/bin")
+    notes: list[str] = []
+    found = engine.find_engine(notes=notes)
+    assert (found.path, found.found_by) == (str(good), "PATH")
+    assert notes == [f"passed over an engine (PATH): {broken} does not run here: exit code 1"]
+
+
+def test_a_wrapper_around_a_binary_for_another_cpu(tmp_path: Path) -> None:
+    wrapper = binary(tmp_path / "llama-server", "sh -c 'kill -ILL $$'; exit $?")
+    with pytest.raises(DeviceUnusable, match="CPU features that this machine lacks") as caught:
+        engine.find_engine(str(wrapper))
+    assert (caught.value.reference, caught.value.exit_code) == ("engine-broken", 5)
+    assert caught.value.fix.startswith("launcher engine install")
+
+
+@pytest.mark.parametrize("text", ["~nobody-of-that-name/llama-server", "no\0name", "x" * 5000])
+def test_names_that_cannot_be(text: str) -> None:
+    with pytest.raises(DeviceUnusable) as caught:
+        engine.find_engine(text)
+    assert caught.value.reference == "engine-missing"
+
+
+def test_folders_that_are_not_ours_to_enter(tmp_path: Path) -> None:
+    server = binary(tmp_path / "nobody/llama.cpp/build/bin/llama-server")
+    closed = tmp_path / "nobody/llama.cpp"
+    closed.chmod(0)
+    root = os.geteuid() == 0
+    try:
+        if root:
+            os.seteuid(65534)
+        with pytest.raises(DeviceUnusable) as searched:
+            engine.find_engine()
+        with pytest.raises(DeviceUnusable) as named:
+            engine.find_engine(str(server))
+    finally:
+        if root:
+            os.seteuid(0)
+        closed.chmod(0o755)
+    assert [e.value.reference for e in (searched, named)] == ["engine-missing", "engine-missing"]

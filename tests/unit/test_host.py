@@ -176,3 +176,57 @@ def test_this_machine() -> None:
     assert 0 < found.available_bytes <= found.total_bytes
     assert abs(found.total_bytes - os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")) < MIB
     assert 1 <= found.cores <= len(os.sched_getaffinity(0))
+
+
+def test_version_1_knows_limits_of_parents_that_a_container_cannot_see(tmp_path: Path) -> None:
+    files = {
+        "proc/self/cgroup": "4:memory:/\n",
+        "proc/self/mountinfo": "35 31 0:32 /docker/abc /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n",
+        "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+        "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{3 * GIB}\n",
+        "sys/fs/cgroup/memory/memory.stat": f"hierarchical_memory_limit {12 * GIB}\ntotal_inactive_file {GIB}\n",
+    }
+    found = host.read_host(tree(tmp_path, files), frozenset({0}))
+    assert (found.available_bytes, found.limited_by) == (10 * GIB, "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+def test_both_versions_at_once(tmp_path: Path) -> None:
+    """A hybrid host: version 2 only names processes, the limits are version 1's."""
+    files = {
+        "proc/self/cgroup": "4:memory:/user.slice\n0::/user.slice/session.scope\n",
+        "proc/self/mountinfo": (
+            "30 25 0:26 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw\n"
+            "35 31 0:32 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n"
+        ),
+        "sys/fs/cgroup/unified/user.slice/session.scope/cgroup.procs": "1\n",
+        "sys/fs/cgroup/memory/user.slice/memory.limit_in_bytes": f"{8 * GIB}\n",
+        "sys/fs/cgroup/memory/user.slice/memory.usage_in_bytes": f"{2 * GIB}\n",
+    }
+    found = host.read_host(tree(tmp_path, files), frozenset({0}))
+    assert (found.available_bytes, found.limited_by) == (
+        6 * GIB, "/sys/fs/cgroup/memory/user.slice/memory.limit_in_bytes",
+    )  # fmt: skip
+
+
+def test_a_system_container_whose_group_lies_outside_of_its_namespace(tmp_path: Path) -> None:
+    """LXC: the path may climb out of what is mounted, and /proc/meminfo already shows the container's own memory."""
+    files = {
+        **v2("/../../lxc.monitor.box", mount_root="/../.."),
+        "sys/fs/cgroup/memory.max": f"{16 * GIB}\n",
+        "sys/fs/cgroup/memory.current": f"{4 * GIB}\n",
+        "sys/fs/memory.max": "1\n",
+    }
+    rooms = host.memory_rooms(tree(tmp_path, files))
+    assert [(r.file, r.left_bytes) for r in rooms] == [("/sys/fs/cgroup/memory.max", 12 * GIB)]
+
+
+@pytest.mark.parametrize(("quota", "cores"), [("150000 100000", 1), ("199999 100000", 1), ("200000 100000", 2)])
+def test_a_quota_between_two_cores_counts_whole_ones(tmp_path: Path, quota: str, cores: int) -> None:
+    files = {**v2("/a"), **topology({i: (0, i) for i in range(4)}), "sys/fs/cgroup/a/cpu.max": f"{quota}\n"}
+    assert host.read_host(tree(tmp_path, files), frozenset(range(4))).cores == cores
+
+
+def test_without_sys_every_cpu_is_a_core_and_nothing_limits(tmp_path: Path) -> None:
+    found = host.read_host(tree(tmp_path, {"proc/self/cgroup": "0::/\n"}), frozenset({3, 5}))
+    assert (found.cores, found.numa_nodes, found.limited_by) == (2, 1, "MemAvailable")
+    assert host.read_host(tmp_path, frozenset({7})).cores == 1
