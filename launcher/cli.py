@@ -27,6 +27,16 @@ _USAGE: type[Exception] = next(c for c in typer.BadParameter.__mro__ if c.__name
 class Commands(TyperGroup):
     """The one place that catches: a refusal becomes three lines and its class's exit code, a bug a kept log."""
 
+    def make_context(self, *args: Any, **kwargs: Any) -> Any:
+        """Parse the command line; --help and --version print here, and leave like every other answer."""
+        try:
+            return super().make_context(*args, **kwargs)
+        except OSError as error:
+            code = _unwritten(error)
+            if not (code or isinstance(error, BrokenPipeError)):
+                raise
+            raise typer.Exit(code) from None
+
     def invoke(self, ctx: Any) -> Any:
         """Run the command; raises typer.Exit with the exit code of contracts.md."""
         try:
@@ -40,18 +50,35 @@ class Commands(TyperGroup):
             print("interrupted", file=sys.stderr)
             code = 130
         except BrokenPipeError:
-            # The reader has what it wanted (`| head`); the interpreter must not flush into the closed pipe again.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            code = 0
+            code = _unwritten() or 0  # the reader has what it wanted (`| head`)
         except Exception as error:
-            code = _bug(error, debug=bool(ctx.params.get("debug")))
+            code = _unwritten(error) or _bug(error, debug=bool(ctx.params.get("debug")))
         raise typer.Exit(code if isinstance(code, int) else 0)
+
+
+def _unwritten(cause: Exception | None = None) -> int:
+    """Write out what stdout still holds; 1 and a refusal when a full disk was the cause, else 0.
+
+    What cannot be written is dropped: the interpreter would try again at its end and exit with 120.
+    """
+    from launcher.render import error as render_error
+    from launcher.render import out
+
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        out.drop(sys.stdout)
+        if isinstance(cause, OSError) and not isinstance(error, BrokenPipeError):
+            refusal = out.unwritten(error)
+            render_error.show(refusal)
+            return refusal.exit_code
+    return 0
 
 
 def _refuse(error: LauncherError) -> int:
     from launcher.render import error as render_error
 
-    sys.stdout.flush()
+    _unwritten()
     render_error.show(error)
     return error.exit_code
 
@@ -62,7 +89,9 @@ def _bug(error: Exception, *, debug: bool) -> int:
     where = crash.keep(error, sys.argv)
     if debug:
         traceback.print_exception(error)
-    print(f"error[bug]: {type(error).__name__}: {error} (traceback: {where})".replace("\n", " "), file=sys.stderr)
+    what = " ".join(str(error).split())
+    print(f"error[bug]: {type(error).__name__}: {what}\n  traceback: {where}", file=sys.stderr)
+    print("fix: please report it with that file; nothing of it leaves this machine by itself", file=sys.stderr)
     return 1
 
 
@@ -73,6 +102,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
+    context_settings={"max_content_width": 100},
 )
 engines = typer.Typer(help="Which llama-server: list, choose, build, look at.", no_args_is_help=True)
 app.add_typer(engines, name="engine", rich_help_panel=None)
@@ -99,9 +129,12 @@ YesOpt = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask before a r
 ForceOpt = Annotated[bool, typer.Option("--force", help="Serve a slug that is not in production; opens no other gate.")]
 RigOpt = Annotated[str | None, typer.Option("--rig", metavar="FILE", help="Plan for the rig in this file.")]
 EngineOpt = Annotated[str | None, typer.Option("--engine", metavar="PATH", help="The llama-server to use.")]
-BackendOpt = Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="auto: cuda where nvcc and a driver are.")]
+BackendOpt = Annotated[
+    str, typer.Option("--backend", metavar="auto|cpu|cuda", help="auto: cuda where nvcc and a driver are.")
+]
 NoEngineOpt = Annotated[bool, typer.Option("--no-engine", help="Formulas alone: no llama-server is run.")]
 
+_UNIFIED = ("--unified/--no-unified", "-kvu/-no-kvu", "--kv-unified/--no-kv-unified")
 # name -> (type, option spellings, metavar, help): ours first, llama.cpp's beside it.
 _OVERRIDES: dict[str, tuple[Any, tuple[str, ...], str | None, str]] = {
     "ctx": (str, ("--ctx",), "N", "Context of one stream, as 200k."),
@@ -112,16 +145,22 @@ _OVERRIDES: dict[str, tuple[Any, tuple[str, ...], str | None, str]] = {
     "kv": (str, ("--kv",), "TYPE", "KV cache type: f16, q8_0 or K/V."),
     "type_k": (str, ("--cache-type-k", "-ctk"), "TYPE", "KV cache type of K."),
     "type_v": (str, ("--cache-type-v", "-ctv"), "TYPE", "KV cache type of V."),
-    "unified": (bool, ("--unified/--no-unified", "-kvu/-no-kvu"), None, "One KV cache for all streams."),
+    "unified": (
+        bool,
+        _UNIFIED,
+        None,
+        "One KV cache for all streams.",
+    ),
     "flash_attn": (str, ("--flash-attn", "-fa"), "on|off|auto", "Flash attention."),
     "devices": (str, ("--devices", "-dev", "--device"), "LIST", "Devices in order: 0,1 or CUDA0,CUDA1; -CUDA1 omits."),
     "tensor_split": (str, ("--tensor-split", "-ts"), "N,N", "Layers of each device."),
     "residency": (str, ("--residency",), "auto|none", "Expert bundles on the devices."),
     "margin": (str, ("--margin",), "SIZE", "Memory kept free on each device."),
     "reserve": (list[str], ("--reserve",), "NAME=SIZE", "Memory of a device that is not ours: CUDA0=6GiB."),
-    "drafter": (str, ("--drafter", "-md"), "FILE|off", "Draft model."),
-    "draft_max": (int, ("--draft-max",), "N", "Tokens drafted at once."),
-    "load_mode": (str, ("--load-mode",), "none|mmap|...", "How the file is read."),
+    "drafter": (str, ("--drafter", "-md", "--model-draft", "--spec-draft-model"), "FILE|off", "Draft model."),
+    "draft_max": (int, ("--draft-max", "--spec-draft-n-max"), "N", "Tokens drafted at once."),
+    "mmproj": (str, ("--mmproj", "-mm"), "FILE|off", "Projector of a model that sees or hears."),
+    "load_mode": (str, ("--load-mode", "-lm"), "none|mmap|...", "How the file is read."),
     "threads": (int, ("--threads", "-t"), "N", "CPU threads."),
     "numa": (str, ("--numa",), "MODE", "NUMA mode of the engine."),
     "host": (str, ("--host",), "ADDRESS", "Address to listen on."),
@@ -176,11 +215,11 @@ def root(
 def list_(
     everything: Annotated[bool, typer.Option("--all", help="Deprecated slugs too.")] = False, as_json: JsonOpt = False
 ) -> int:
-    """The catalogue: what is there, on disk or not, and whether it fits this rig."""
+    """Every slug: on disk or not, and whether it fits this rig."""
     from launcher.render import catalogue as screen
     from launcher.workflows import catalogue
 
-    return screen.show_list(catalogue.entries(everything=everything), as_json=as_json)
+    return screen.show_list(catalogue.entries(everything=everything), catalogue.around(), as_json=as_json)
 
 
 @app.command()
@@ -204,7 +243,7 @@ def plan(
     explain: Annotated[bool, typer.Option("--explain", help="Show where every number came from.")] = False,
     as_json: JsonOpt = False,
 ) -> int:
-    """The placement: what lies where, the sum, and the ways out when it does not fit."""
+    """What would lie where, the sum, and the ways out."""
     from launcher.render import plan as screen
     from launcher.workflows import plan as workflow
 
@@ -213,7 +252,7 @@ def plan(
         result.plan, result.launch, result.inventory,
         drafter_bytes=result.drafter_bytes, explain=explain, as_json=as_json,
     )  # fmt: skip
-    workflow.refuse(result.plan)
+    workflow.refuse(result.plan, result.command)
     return 0
 
 
@@ -238,7 +277,7 @@ def setup(
     verify_only: Annotated[bool, typer.Option("--verify-only", help="Hash what is there, fetch nothing.")] = False,
     as_json: JsonOpt = False,
 ) -> int:
-    """Download and verify the files of a slug: the only command that downloads weights."""
+    """Download and verify the files of a slug."""
     from launcher.render import setup as screen
     from launcher.workflows import setup as workflow
 
@@ -257,7 +296,7 @@ def switch(
     *, target: TargetArg, given: dict[str, Any], engine: EngineOpt = None, force: ForceOpt = False,
     yes: YesOpt = False, as_json: JsonOpt = False,
 ) -> int:  # fmt: skip
-    """Plan, check, then stop what is in the way, start, wait, audit."""
+    """Plan, check, then stop what runs, start, wait, compare."""
     from launcher.render import switch as screen
     from launcher.workflows import switch as workflow
 
@@ -269,7 +308,10 @@ def switch(
 @app.command()
 @_with_overrides
 def run(*, target: TargetArg, given: dict[str, Any], engine: EngineOpt = None, force: ForceOpt = False) -> int:
-    """Plan, gates, then become llama-server in the foreground: for systemd, llama-swap, tmux."""
+    """Plan, check, then become llama-server in the foreground.
+
+    For systemd, llama-swap, tmux: servers that `switch` started are left alone.
+    """
     from launcher.workflows import run as workflow
 
     return workflow.run(target, given, engine=engine, force=force)
@@ -323,7 +365,7 @@ def history(as_json: JsonOpt = False) -> int:
 
 @engines.command("list")
 def engine_list(as_json: JsonOpt = False) -> int:
-    """Every llama-server that is found, in the order in which one is chosen."""
+    """Every llama-server, in the order in which one is chosen."""
     from launcher.render import engine as screen
     from launcher.workflows import engine as workflow
 
@@ -331,27 +373,26 @@ def engine_list(as_json: JsonOpt = False) -> int:
 
 
 @engines.command("use")
-def engine_use(path: Annotated[str, typer.Argument(metavar="PATH|-", help="A llama-server; - goes back.")]) -> int:
+def engine_use(
+    path: Annotated[str, typer.Argument(metavar="PATH|-", help="A llama-server; - goes back.")],
+    as_json: JsonOpt = False,
+) -> int:
     """Choose the llama-server that every command uses."""
     from launcher.render import engine as screen
     from launcher.workflows import engine as workflow
 
-    return screen.show_chosen(workflow.use(path))
+    return screen.show_chosen(workflow.use(path), as_json=as_json)
 
 
 @engines.command("install")
-def engine_install(
-    backend: Annotated[
-        str, typer.Option(metavar="auto|cpu|cuda", help="auto: cuda where nvcc and a driver are.")
-    ] = "auto",
-) -> int:
+def engine_install(backend: BackendOpt = "auto", as_json: JsonOpt = False) -> int:
     """Build the pinned llama.cpp from its source package."""
     from launcher.render import engine as screen
     from launcher.workflows import engine as workflow
 
-    with screen.progress() as report:
+    with screen.progress(as_json=as_json) as report:
         built = workflow.install(report, report.say, backend)
-    return screen.show_chosen(built)
+    return screen.show_chosen(built, as_json=as_json)
 
 
 @engines.command("probe")
@@ -376,7 +417,16 @@ def switch_main() -> None:
 
 
 def _start(argv: list[str]) -> None:
+    _open_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a name outside of the locale's letters is no bug
     app(argv, prog_name="launcher")
+
+
+def _open_streams() -> None:
+    """Streams that were closed (`>&-`, some service managers): the next file to be opened would take their place."""
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        if getattr(sys, name) is None:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this one
+            setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115, PTH123 - it stays open to the end

@@ -2,29 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from launcher.render import document, out
-from launcher.structs import Slug, Status
+from launcher.structs import Engine, Slug, Status
 from launcher.units import gib, human
 
 GLYPHS = {Status.PRODUCTION: "*", Status.INCUBATING: "~", Status.DEPRECATED: "x"}
+_LEFT = frozenset({0, 1, 6, 8})
+_BELOW = " " * 9
+_MOST_FILES = 8
 _LEGEND = "* production   ~ incubating, x deprecated (need --force)   > runs now"
 
 
-def show_list(slugs: Sequence[Mapping[str, Any]], *, as_json: bool = False) -> int:
-    """Print the catalogue."""
+def show_list(slugs: Sequence[Mapping[str, Any]], around: Mapping[str, Any], *, as_json: bool = False) -> int:
+    """Print the catalogue, the models that no slug names, and what to do next."""
     if as_json:
-        out.document(document.list_document(slugs))
+        out.document(document.list_document(slugs, around))
         return 0
-    rows = [["", "slug", "on disk", "context", "RAM GiB", "experts", "speculation", "port", "fits here"]]
+    rows = [["", "slug", "on disk", "context", "RAM GiB", "experts", "speculation", "port", "fits"]]
     rows += [_row(s) for s in slugs]
-    out.show(out.table(rows, left=frozenset({0, 1, 6, 8})))
+    out.show(_table(rows))
     notes = [f"{s['name']}: {s['problem']}" for s in slugs if s["problem"]]
     notes += [f"{s['name']}: your own file stands before the shipped one" for s in slugs if s["shadows"]]
-    out.show([*notes, _LEGEND])
+    out.show([*(part for note in notes for part in out.fold(note)), _LEGEND])
+    out.show(_around(slugs, around))
     return 0
+
+
+def _table(rows: list[list[str]]) -> list[str]:
+    lines = out.table(rows, left=_LEFT)
+    return lines if max(map(len, lines)) <= out.WIDTH else out.table(rows, left=_LEFT, gap=1)
+
+
+def _around(slugs: Sequence[Mapping[str, Any]], around: Mapping[str, Any]) -> Iterator[str]:
+    files = around["files"]
+    yield ""
+    folders = ", ".join(around["model_dirs"])
+    yield from out.fold(f"models   searched in {folders} (MODEL_DIR) and the usual caches", _BELOW)
+    if files:
+        yield f"         {len(files)} that no slug names; launcher plan FILE shows where it would lie:"
+        shown = [[f"         {f['path']}", human(f["file_bytes"])] for f in files[:_MOST_FILES]]
+        yield from out.table(shown)
+        if len(files) > _MOST_FILES:
+            yield f"         and {len(files) - _MOST_FILES} more (launcher list --json)"
+    engine: Engine | None = around["engine"]
+    found = f"{out.engine_name(engine.version)}, {engine.path}" if engine else around["engine_problem"]
+    yield from out.fold(f"engine   {found}", _BELOW)
+    here = [s for s in slugs if s["file_bytes"] is not None]
+    if here:
+        fits = next((s for s in here if s["fits"]), here[0])
+        yield f"next     launcher plan {fits['name']}   |   switch {fits['name']}"
+    elif files:
+        yield "next     launcher plan FILE"
+    else:
+        yield "next     launcher setup SLUG fetches one; launcher plan /path/to/model.gguf if you have one"
 
 
 def _row(s: Mapping[str, Any]) -> list[str]:
@@ -33,11 +66,11 @@ def _row(s: Mapping[str, Any]) -> list[str]:
     if s["n_parallel"] and s["n_parallel"] > 1:
         context += f" x {s['n_parallel']}"
     share = "-" if s["n_layer"] is None else f"{s['resident_layers']}/{s['n_layer']}"
-    fits = "broken" if s["problem"] else "not on disk" if s["fits"] is None else "yes" if s["fits"] else "no"
+    fits = "broken" if s["problem"] else "-" if s["fits"] is None else "yes" if s["fits"] else "no"
     return [
         glyph,
         s["name"],
-        "-" if s["file_bytes"] is None else human(s["file_bytes"]),
+        "no" if s["path"] is None else "?" if s["file_bytes"] is None else human(s["file_bytes"]),
         context,
         "-" if s["host_required_bytes"] is None else gib(s["host_required_bytes"]),
         share,

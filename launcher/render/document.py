@@ -141,9 +141,9 @@ def slug_document(slug: Slug) -> dict[str, Any]:
     return {"schema_version": SCHEMA, **_plain(slug)}
 
 
-def list_document(slugs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The catalogue, one entry a slug."""
-    return {"schema_version": SCHEMA, "slugs": [_plain(s) for s in slugs]}
+def list_document(slugs: Sequence[Mapping[str, Any]], around: Mapping[str, Any]) -> dict[str, Any]:
+    """The catalogue, one entry a slug; beside it the model folders, the models that no slug names, and the engine."""
+    return {"schema_version": SCHEMA, "slugs": [_plain(s) for s in slugs], **_plain(around)}
 
 
 def server_document(record: RunRecord) -> dict[str, Any]:

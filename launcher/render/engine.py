@@ -10,9 +10,9 @@ from launcher.render.progress import Stages
 from launcher.structs import Engine
 
 
-def progress() -> Stages:
+def progress(*, as_json: bool = False) -> Stages:
     """Where a build reports."""
-    return Stages(steps=frozenset({"unpack", "configure", "build"}))
+    return Stages(silent=as_json, steps=frozenset({"unpack", "configure", "build"}))
 
 
 def show_list(engines: Sequence[Mapping[str, Any]], *, as_json: bool = False) -> int:
@@ -24,17 +24,20 @@ def show_list(engines: Sequence[Mapping[str, Any]], *, as_json: bool = False) ->
         out.show(["no llama-server on this machine (launcher engine install builds one)"])
         return 0
     rows = [["", "found by", "version", "path"]]
-    rows += [
-        [">" if e["chosen"] else "", e["found_by"], e["version"] or "does not work", e["path"]] for e in engines
-    ]  # fmt: skip
+    for e in engines:
+        version = out.engine_name(e["version"]) if e["version"] else "does not work"
+        rows.append([">" if e["chosen"] else "", e["found_by"], version, e["path"]])
     out.show(out.table(rows, left=frozenset({0, 1, 2, 3})))
-    out.show([f"{e['path']}: {e['problem']}" for e in engines if e["problem"]])
+    out.show(part for e in engines if e["problem"] for part in out.fold(e["problem"]))
     return 0
 
 
-def show_chosen(engine: Engine) -> int:
+def show_chosen(engine: Engine, *, as_json: bool = False) -> int:
     """Print which engine it is now."""
-    out.show([f"{engine.path}  {engine.version}"])
+    if as_json:
+        out.document(document.engine_document(engine))
+        return 0
+    out.show([f"{engine.path}  {out.engine_name(engine.version)}"])
     return 0
 
 
@@ -46,11 +49,11 @@ def show_engine(engine: Engine, *, as_json: bool = False) -> int:
     out.show(
         [
             f"path        {engine.path}",
-            f"version     {engine.version}",
+            f"version     {out.engine_name(engine.version)}, {engine.version}",
             f"found by    {engine.found_by}",
             f"digest      {engine.digest}",
             f"flags       {len(engine.flags)}",
-            f"spec types  {' '.join(sorted(engine.spec_types)) or '-'}",
+            *out.fold(f"spec types  {' '.join(sorted(engine.spec_types)) or '-'}", " " * 12),
             f"rpc server  {engine.rpc_server or '-'}",
         ]
     )

@@ -5,12 +5,32 @@ from __future__ import annotations
 import sys
 
 from launcher.errors import LauncherError
+from launcher.render import out
 
 
 def lines(error: LauncherError) -> tuple[str, ...]:
-    """The lines of a refusal; a context of several lines is indented, an empty one left out."""
-    context = tuple(f"  {part}" for part in error.context.splitlines() if part.strip())
-    return (f"error[{error.reference}]: {error.message}", *context, f"fix: {error.fix}")
+    """The lines of a refusal; evidence is indented, an empty one left out."""
+    what = out.fold(f"error[{error.reference}]: {error.message}")
+    return (*what, *context(error.context), *fix(error.fix))
+
+
+def context(text: str, indent: str = "  ") -> tuple[str, ...]:
+    """The evidence, indented and folded; a line that is indented already goes on below its own text."""
+    found: list[str] = []
+    for part in text.splitlines():
+        if part.strip():
+            own = indent + part[: len(part) - len(part.lstrip())]
+            found += [own + folded for folded in out.fold(part.strip(), width=out.WIDTH - len(own))]
+    return tuple(found)
+
+
+def fix(text: str, indent: str = "") -> tuple[str, ...]:
+    """`fix: command     # why`; the reason goes before it where both are too wide: the last line is what is pasted."""
+    whole = f"{indent}fix: {text}"
+    command, mark, why = text.partition("     # ")
+    if len(whole) <= out.WIDTH or not mark:
+        return (whole,)
+    return (*(f"{indent or '  '}{part}" for part in out.fold(why, width=out.WIDTH - 9)), f"{indent}fix: {command}")
 
 
 def show(error: LauncherError) -> None:

@@ -6,9 +6,14 @@ Rules and commands are printed as Text with soft_wrap: rich would eat `[...]` as
 from __future__ import annotations
 
 import json
+import os
+import re
 import sys
+import textwrap
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
+
+from launcher.errors import LauncherError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,7 +29,11 @@ def console(*, stderr: bool = False) -> Console:
     """A console on the present stdout or stderr; plain where that is no terminal or NO_COLOR is set."""
     from rich.console import Console
 
-    return Console(stderr=stderr, markup=False, highlight=False, emoji=False, soft_wrap=True)
+    class Quiet(Console):
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError  # rich would exit with 1 in the middle of a command
+
+    return Quiet(stderr=stderr, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
 
 def line(*parts: str | tuple[str, str]) -> Text:
@@ -41,18 +50,59 @@ def line(*parts: str | tuple[str, str]) -> Text:
 
 
 def show(lines: Iterable[Text | str], *, stderr: bool = False) -> None:
-    """Print lines as they are: no wrapping, no markup, no cropping."""
+    """Print lines as they are: no wrapping, no markup, no cropping. Raises LauncherError (output-failed)."""
     from rich.text import Text
 
     to = console(stderr=stderr)
-    for item in lines:
-        to.print(item if isinstance(item, Text) else Text(item), soft_wrap=True)
+    try:
+        for item in lines:
+            to.print(item if isinstance(item, Text) else Text(item), soft_wrap=True)
+    except OSError as error:
+        _lost(sys.stderr if stderr else sys.stdout, error)
 
 
 def document(doc: Mapping[str, Any]) -> None:
-    """Print exactly one JSON document on stdout."""
-    json.dump(doc, sys.stdout, indent=2, allow_nan=False)
-    sys.stdout.write("\n")
+    """Print exactly one JSON document on stdout. Raises LauncherError (output-failed)."""
+    text = json.dumps(doc, indent=2, allow_nan=False)
+    try:
+        sys.stdout.write(f"{text}\n")
+        sys.stdout.flush()
+    except OSError as error:
+        _lost(sys.stdout, error)
+
+
+def _lost(stream: TextIO, error: OSError) -> None:
+    """A reader that left (`| head`) changes nothing, not even the exit code; a full disk is a refusal."""
+    drop(stream)
+    if not isinstance(error, BrokenPipeError):
+        raise unwritten(error) from error
+
+
+def unwritten(error: OSError) -> LauncherError:
+    """The refusal of an answer that nobody will read."""
+    problem = f"the answer could not be written: {error.strerror or error}"
+    return LauncherError("output-failed", problem, fix="df -h     # is the disk full?")
+
+
+def drop(stream: TextIO) -> None:
+    """Let the rest of a stream go nowhere: its reader is gone, which is no reason for another exit code."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, stream.fileno())
+    os.close(null)
+
+
+def fold(text: str, indent: str = "  ", width: int = WIDTH) -> list[str]:
+    """A text as lines of at most `width` columns, those after the first indented; a long path stays whole."""
+    return textwrap.wrap(
+        text, width, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False
+    ) or [""]  # fmt: skip
+
+
+def engine_name(version: str) -> str:
+    """`llama.cpp b11434` for `0.6.0-dev (build 11434, commit unknown)`; the version itself where no build is told."""
+    found = re.search(r"\bbuild (\d+)\b|^b?(\d+)\b(?!\.)", version)
+    build = int(found.group(1) or found.group(2)) if found else 0
+    return f"llama.cpp b{build}" if build else f"llama.cpp {version.partition(' (')[0]}"
 
 
 def table(rows: list[list[str]], *, left: frozenset[int] = frozenset({0}), gap: int = 2) -> list[str]:

@@ -25,6 +25,8 @@ _HOST_ROWS = (
     ("output_buffer", "output buffer"), ("cache_ram", "prompt cache"), ("checkpoints", "checkpoints"),
     ("overhead", "process and driver"),
 )  # fmt: skip
+_TERMS = dict(_COLUMNS) | {"margin": "the margin kept free", "dense": "dense weights", "compute": "compute buffer"}
+_WAY_WIDTH = 52
 _BACKENDS = {"cuda": "CUDA", "rpc": "RPC", "vulkan": "Vulkan"}
 
 
@@ -54,20 +56,23 @@ def screen(
 ) -> Iterator[Text | str]:
     """The lines of the screen, at most 100 columns apart from what must be copied as one line."""
     yield verdict(plan)
-    yield from _fold(_model(plan, drafter_bytes))
-    yield from _fold(_settings(plan, inventory))
-    yield from _fold(_rig(inventory))
+    yield from out.fold(_model(plan, drafter_bytes))
+    yield from out.fold(_settings(plan, inventory))
+    yield from out.fold(_rig(inventory))
     yield ""
     if plan.devices:
         yield from device_table(plan)
-        yield placement(plan)
+        yield from out.fold(placement(plan))
         yield ""
     yield from host_table(plan)
-    if (speed := speed_line(plan)) is not None:
+    if (reason := why(plan)) is not None:
+        yield ""
+        yield from out.fold(reason)
+    if plan.fits and (speed := speed_line(plan)) is not None:
         yield ""
         yield speed
     for warning in plan.warnings:
-        yield from (out.line((text, "note")) for text in _fold(f"note: {warning}"))
+        yield from (out.line((text, "note")) for text in out.fold(f"note: {warning}"))
     if plan.refusal is not None and plan.refusal.ways_out:
         yield ""
         yield from ways_out(plan)
@@ -91,6 +96,7 @@ def verdict(plan: Plan) -> Text:
             f"  {cards}; RAM needs {gib(host.required_bytes)} GiB, has {gib(host.available_bytes)}, spare {spare}",
         )
     r = plan.refusal
+    largest = _TERMS.get(r.largest_term, r.largest_term)
     over = [d.device.name for d in plan.devices if d.short_bytes]
     if r.where == "host":
         rest = (
@@ -108,7 +114,7 @@ def verdict(plan: Plan) -> Text:
     return out.line(
         ("NO", "no"),
         f"  {r.where} is short by {human(r.short_bytes)}: needs {mib(r.needed_bytes)} MiB, "
-        f"has {mib(r.available_bytes)}; the largest term is {r.largest_term}",
+        f"has {mib(r.available_bytes)}; most of it: {largest}",
     )
 
 
@@ -118,16 +124,18 @@ def _model(plan: Plan, drafter_bytes: int | None) -> str:
     drafter = f" + drafter {gib(drafter_bytes, 2)} GiB" if drafter_bytes else ""
     shards = f" in {m.shards} files" if m.shards > 1 else ""
     name = re.sub(r"-00001-of-\d+$", "", PurePath(m.path).stem)
-    return f"{name}: {m.arch}, {m.n_layer} layers{experts}, {gib(m.file_bytes, 2)} GiB{shards}{drafter}"
+    return f"{name}: {gib(m.file_bytes, 2)} GiB{shards}{drafter}; {m.arch}, {m.n_layer} layers{experts}"
 
 
 def _settings(plan: Plan, inventory: Inventory) -> str:
     s = plan.settings
     kv = s.type_k if s.type_k == s.type_v else f"{s.type_k}/{s.type_v}"
     drafter = f"drafter {s.drafter_type} depth {s.draft_n_max}" if s.drafter_type and s.draft_n_max else "no drafter"
-    engine = inventory.engine.version if inventory.engine else "no engine asked"
+    engine = out.engine_name(inventory.engine.version) if inventory.engine else "no engine"
     streams = _count(s.n_parallel, "stream")
-    return f"context {s.n_ctx_per_stream or 0:,} x {streams}, micro-batch {s.n_ubatch}, KV {kv}, {drafter}, {engine}"
+    total = f" = {plan.n_ctx_total:,}" if s.n_parallel > 1 else ""
+    context = f"context {s.n_ctx_per_stream or 0:,} x {streams}{total}"
+    return f"{context}, micro-batch {s.n_ubatch:,}, KV {kv}, {drafter}, {engine}"
 
 
 def _rig(inventory: Inventory) -> str:
@@ -244,24 +252,46 @@ def speed_line(plan: Plan) -> str | None:
 def between(found: Range) -> str:
     """`6.5-9.6`, whole numbers from 20 on."""
     ends = [x for x in (found.low, found.high) if x is not None]
-    return "-".join(f"{x:.0f}" if x >= 20 else f"{x:.1f}" for x in ends)
+    return "-".join(f"{x:,.0f}" if x >= 20 else f"{x:.1f}" for x in ends)
+
+
+def why(plan: Plan) -> str | None:
+    """What a refusal of host memory is owed to, in numbers of this plan and of its ways out; None where it is not."""
+    r = plan.refusal
+    if r is None or r.where != "host":
+        return None
+    drafter = sum(d.terms.get("drafter", 0) for d in plan.devices)
+    lean = next((w for w in r.ways_out if w.change.startswith("--drafter off")), None)
+    more = lean.resident_layers - len(plan.resident_layers) if lean else 0
+    if drafter and more > 0:
+        held = f"the drafter takes {gib(drafter)} GiB of the devices"
+        return f"why so much: {held}; without it those of {_count(more, 'more layer')} lie there"
+    share = plan.host.terms.get(r.largest_term, 0) / max(1, plan.host.required_bytes)
+    label = dict(_HOST_ROWS).get(r.largest_term, r.largest_term)
+    if label == "experts" and plan.host.layers:
+        label = f"experts of {_count(len(plan.host.layers), 'layer')}"
+    return f"why so much: {share:.0%} of it is {label}"
 
 
 def ways_out(plan: Plan) -> Iterator[Text | str]:
-    """Numbered changes, each already planned on this rig."""
+    """Numbered changes, each already planned on this rig; what follows TARGET replaces the options given before."""
     ways = plan.refusal.ways_out if plan.refusal else ()
     rows = [["WAYS OUT", "on devices", "RAM need GiB", "spare GiB", ""]]
+    tall: list[str] = []
     for letter, way in zip("abcdefgh", ways, strict=False):
+        label = f" {letter} {way.change}"
+        tall.append(label if len(label) > _WAY_WIDTH else "")
         spare = (way.host_available_bytes - way.host_required_bytes) / GIB
         rows.append([
-            f" {letter} {way.change}", _count(way.resident_layers, "layer"), gib(way.host_required_bytes),
-            f"{spare:.1f}", "FITS" if way.fits else "no",
+            "" if tall[-1] else label, _count(way.resident_layers, "layer"), gib(way.host_required_bytes),
+            f"{spare:,.1f}", "FITS" if way.fits else "no",
         ])  # fmt: skip
-    for i, text in enumerate(out.table(rows, left=frozenset({0, 4}))):
-        if i and ways[i - 1].fits:
-            yield out.line(text.removesuffix("FITS"), ("FITS", "ok"))
-        else:
-            yield text
+    heading, *lines = out.table(rows, left=frozenset({0, 4}))
+    yield heading
+    for above, text, way in zip(tall, lines, ways, strict=False):
+        if above:
+            yield from out.fold(above, "     ")
+        yield out.line(text.removesuffix("FITS"), ("FITS", "ok")) if way.fits else text
 
 
 def explanation(plan: Plan) -> Iterator[Text | str]:
@@ -286,9 +316,3 @@ def command(launch: Launch) -> str:
 
 def _count(n: int, noun: str) -> str:
     return f"{n} {noun}{'' if n == 1 else 's'}"
-
-
-def _fold(text: str) -> list[str]:
-    import textwrap
-
-    return textwrap.wrap(text, out.WIDTH, subsequent_indent="  ", break_on_hyphens=False) or [""]

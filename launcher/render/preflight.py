@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from launcher.render import document, out
+from launcher.render import document, error, out
 from launcher.render import plan as plan_screen
 from launcher.structs import Gate, Plan
 
 if TYPE_CHECKING:
     from rich.text import Text
+
+_LABEL = 7
+_INDENT = " " * 9
 
 
 def show(target: str, gates: Iterable[Gate], plan: Plan | None = None, *, as_json: bool = False) -> None:
@@ -32,11 +35,13 @@ def screen(target: str, gates: tuple[Gate, ...], plan: Plan | None = None) -> It
     width = max((len(g.name) for g in gates), default=0)
     for label, style, group in (("no", "no", closed), ("ok", "ok", open_), ("note", "note", notes)):
         for gate in group:
-            yield out.line((f"  {label:<5}", style), f"{gate.name:<{width}}  {gate.detail}")
+            first, *more = out.fold(f"{gate.name:<{width}}  {gate.detail}", width=out.WIDTH - _LABEL)
+            yield out.line((f"  {label}".ljust(_LABEL), style), first)
+            yield from (" " * _LABEL + part for part in more)
             if gate.context and label == "no":
-                yield from (f"         {part}" for part in gate.context.splitlines())
+                yield from error.context(gate.context, _INDENT)
             if gate.fix and label != "ok":
-                yield f"         fix: {gate.fix}"
+                yield from error.fix(gate.fix, _INDENT)
     if plan is not None and plan.refusal is not None and plan.refusal.ways_out:
         yield ""
         yield from plan_screen.ways_out(plan)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
 from collections.abc import Iterator
@@ -38,34 +39,46 @@ class Progress:
     def _say(self, label: str, text: str, style: str | None = None) -> None:
         self._line.done()
         head = (f"{label:<{_LABEL}}", style) if style else f"{label:<{_LABEL}}"
-        out.show([out.line(head, text)], stderr=self._stderr)
+        first, *more = out.fold(text, "", out.WIDTH - _LABEL)
+        out.show([out.line(head, first), *(" " * _LABEL + part for part in more)], stderr=self._stderr)
 
     def planned(self, plan: Plan, seconds: float) -> None:
         """The placement that will be started."""
-        self._say("plan", f"{plan_screen.placement(plan)}     {out.duration(seconds)}")
+        self._say("plan", plan_screen.placement(plan))
         cards = ", ".join(
             f"{d.device.name} {mib(d.used_bytes)} of {mib(d.device.free_bytes or 0)} MiB" for d in plan.devices
         )
         ram = f"RAM {gib(plan.host.required_bytes)} of {gib(plan.host.available_bytes)} GiB"
         decode = plan.speed.decode_tps
         speed = f", {plan_screen.between(decode)} tok/s expected" if decode.low is not None else ""
-        self._say("", f"{cards}, {ram}{speed}" if cards else f"{ram}{speed}")
+        took = f"planned in {out.duration(seconds)}"
+        self._say("", f"{cards}, {ram}{speed}, {took}" if cards else f"{ram}{speed}, {took}")
         for warning in plan.warnings:
-            self._say("", f"note: {warning}", "note")
+            self._say("note", warning, "note")
 
     def checked(self, gates: tuple[Gate, ...]) -> None:
         """Every gate is open."""
         self._say("checks", preflight.summary(gates))
         for gate in (g for g in gates if g.note):
-            self._say("", f"{gate.detail}{f' (fix: {gate.fix})' if gate.fix else ''}", "note")
+            self._say("note", f"{gate.detail}{f' (fix: {gate.fix})' if gate.fix else ''}", "note")
 
     def kept(self, running: tuple[RunRecord, ...]) -> None:
-        """A gate is closed: what runs goes on."""
+        """Refused before anything was stopped: what runs goes on."""
         for record in running:
             pid = f"pid {record.server.pid}" if record.server else "starting"
-            self._line.done()
-            text = f"  {record.slug} keeps running on :{record.port} ({pid}, untouched)"
-            out.show([out.line(("NOT SWITCHED", "no"), text)], stderr=self._stderr)
+            self._not_switched(f"{record.slug} keeps running on :{record.port} ({pid}, untouched)")
+
+    def lost(self, stopped: tuple[RunRecord, ...]) -> None:
+        """Something failed after servers were stopped: they are gone, and how to bring them back."""
+        for record in stopped:
+            back = f"switch {shlex.quote(record.slug)}"
+            self._not_switched(f"{record.slug} was stopped and does not run; `{back}` brings it back")
+
+    def _not_switched(self, text: str) -> None:
+        self._line.done()
+        first, *more = out.fold(f"NOT SWITCHED  {text}")
+        head = out.line((first[: len("NOT SWITCHED")], "no"), first[len("NOT SWITCHED") :])
+        out.show([head, *more], stderr=self._stderr)
 
     def confirm(self, record: RunRecord, requests: int | None) -> bool | None:
         """Ask on a terminal whether a server may be stopped; an empty answer is yes."""
@@ -82,10 +95,14 @@ class Progress:
         answer = sys.stdin.readline()
         return answer != "" and answer.strip().lower() in ("", "y", "yes")
 
-    def stopped(self, record: RunRecord, seconds: float, same_plan: bool) -> None:
+    def stopped(self, record: RunRecord, seconds: float) -> None:
         """A server of ours is gone."""
-        holds = "plan still holds" if same_plan else "planned again with what is free now"
-        self._say("", f"{record.slug} stopped in {out.duration(seconds)}, {holds}")
+        self._say("", f"{record.slug} stopped in {out.duration(seconds)}")
+
+    def replanned(self, plan: Plan, same: bool) -> None:
+        """Planned once more with what is really free now."""
+        holds = "the plan still holds" if same else f"planned again: {plan_screen.placement(plan)}"
+        self._say("", f"with what is free now {holds}" if same else holds)
 
     def loading(self, stage: str, done: int, total: int | None, seconds: float) -> None:
         """The moving line."""
@@ -139,4 +156,4 @@ def ready(record: RunRecord, plan: Plan) -> Iterator[Text | str]:
     )
     body = f'{{"model": "{record.alias}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
     yield f"{'':<{_LABEL}}curl {url}/chat/completions -H 'Content-Type: application/json' -d '{body}'"
-    yield f"{'':<{_LABEL}}launcher status | logs -f | stop {record.slug}"
+    yield f"{'':<{_LABEL}}launcher status | logs -f | stop {shlex.quote(record.slug)}"

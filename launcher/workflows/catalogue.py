@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import glob
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from launcher.errors import LauncherError
+from launcher.facts import paths
 from launcher.facts import slug as slug_facts
 from launcher.serve import state
 from launcher.structs import RunRecord, Slug, Status
@@ -29,10 +33,10 @@ def entries(*, everything: bool = False) -> tuple[Mapping[str, Any], ...]:
     """One mapping a slug; what needs the model's file is None where it is not on this machine.
 
     Keys: name, status, title, shadows, problem, path, file_bytes, n_ctx, n_parallel, n_layer, resident_layers,
-    host_required_bytes, fits, speculation, port, running.
+    host_required_bytes, fits, speculation, port (where it runs, else the slug's), running.
     """
     gone = state.running()
-    running = {r.slug for r in gone}
+    ports = {r.slug: r.port for r in gone}
     found = []
     for entry in slug_facts.names():
         try:
@@ -43,10 +47,68 @@ def entries(*, everything: bool = False) -> tuple[Mapping[str, Any], ...]:
             if loaded.status is Status.DEPRECATED and not everything:
                 continue
             row = _row(loaded, gone)
-        found.append(row | {"shadows": entry.shadows, "running": entry.name in running})
+        runs = entry.name in ports
+        found.append(row | {"shadows": entry.shadows, "running": runs} | ({"port": ports[entry.name]} if runs else {}))
     return tuple(found)
 
 
+def around() -> Mapping[str, Any]:
+    """What surrounds the slugs: model_dirs, files, engine, engine_problem.
+
+    files   path and file_bytes of every model in the model folders that no slug names
+    engine  the struct, or None with the reason and its fix in engine_problem
+    """
+    try:
+        engine, missing = world.engine_for(None, None)
+        problem = f"{missing.message}: {missing.fix}" if missing else None
+    except LauncherError as error:
+        engine, problem = None, f"{error.message}: {error.fix}"
+    folders = paths.model_dirs()
+    return {
+        "model_dirs": [str(folder) for folder in folders],
+        "files": [_sized(path) for path in _unnamed(folders)],
+        "engine": engine,
+        "engine_problem": problem,
+    }
+
+
+def _unnamed(folders: Iterable[Path]) -> list[Path]:
+    """First shards of models in the model folders whose file no slug names, four folders deep at most."""
+    known = {name for entry in slug_facts.names() for name in _files_of(entry)}
+    found = {path for folder in folders for path in _ggufs(folder, _DEPTH)}
+    return sorted(p for p in found if p.name not in known and "mmproj" not in p.name.lower())
+
+
+def _files_of(entry: slug_facts.SlugEntry) -> tuple[str, ...]:
+    try:
+        found = slug_facts.load_file(entry.path, entry.name)
+    except LauncherError:
+        return ()
+    refs = (found.model.file, found.drafter.file if found.drafter else None, found.mmproj)
+    return tuple(Path(ref).name for ref in refs if ref)
+
+
+def _ggufs(folder: Path, depth: int) -> Iterator[Path]:
+    try:
+        beside = sorted(folder.iterdir())
+    except OSError:
+        return
+    for path in beside:
+        if path.is_dir() and depth and not path.name.startswith("."):
+            yield from _ggufs(path, depth - 1)
+        elif path.suffix == ".gguf" and path.is_file() and not _LATER_SHARD.search(path.name):
+            yield path
+
+
+def _sized(path: Path) -> dict[str, Any]:
+    names = _LATER.sub("", path.name)
+    shards = path.parent.glob(f"{glob.escape(names)}-*-of-*.gguf") if names != path.name else (path,)
+    return {"path": str(path), "file_bytes": sum(p.stat().st_size for p in shards)}
+
+
+_DEPTH = 4
+_LATER = re.compile(r"-00001-of-\d{5}\.gguf$")
+_LATER_SHARD = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
 _KEYS = (
     "name", "status", "title", "shadows", "problem", "path", "file_bytes", "n_ctx", "n_parallel", "n_layer",
     "resident_layers", "host_required_bytes", "fits", "speculation", "port", "running",

@@ -2,16 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import shlex
+from collections.abc import Collection, Mapping
 from dataclasses import replace
+from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from launcher.errors import UsageError
 from launcher.facts.slug_values import NUMA_MODES
-from launcher.structs import Device, Host, PlacementPolicy, ServeSettings, Settings, Slug
+from launcher.structs import Device, Host, ModelHeader, PlacementPolicy, ServeSettings, Settings, Slug
 from launcher.units import KV_TYPES, parse_size, parse_tokens
 
 LOAD_MODES = ("none", "mmap", "mlock", "mmap+mlock", "dio", "auto")
+# llama.cpp b11434: src/llama-cparams.h LLAMA_MAX_SEQ; -c is read as an int.
+MOST_STREAMS = 256
+MOST_TOKENS = 2**31 - 1
+_SPELLED = {"ctx_total": "-c", "type_k": "-ctk", "type_v": "-ctv", "unified": "--unified"}
+
+
+def words(given: Mapping[str, Any], without: Collection[str] = ()) -> list[str]:
+    """Options as they would be typed again, all but those named."""
+    found: list[str] = []
+    for key, value in given.items():
+        if key in without:
+            continue
+        option = _SPELLED.get(key, f"--{key.replace('_', '-')}")
+        if isinstance(value, bool):
+            found.append(option if value else option.replace("--", "--no-", 1))
+        else:
+            for item in value if isinstance(value, list | tuple) else (value,):
+                # `-CUDA1` would read as an option of its own
+                found += [f"{option}={item}"] if str(item).startswith("-") else [option, str(item)]
+    return found
+
+
+def command(name: str, options: Mapping[str, str | bool | None]) -> str:
+    """A command line without its TARGET: `launcher plan --rig FILE --no-engine`."""
+    parts: list[str] = []
+    for option, value in options.items():
+        if value:
+            parts += [option] if value is True else [option, shlex.quote(value)]
+    return " ".join([name, *parts])
 
 
 def invalid(option: str, problem: str, fix: str) -> UsageError:
@@ -27,9 +58,16 @@ def settings(slug: Slug | None, given: Mapping[str, Any], host: Host) -> Setting
     serve = slug.serve if slug else ServeSettings()
     policy = slug.placement if slug else PlacementPolicy()
     n_parallel = _positive(given, "parallel", "--parallel") or serve.n_parallel
+    if n_parallel > MOST_STREAMS:
+        raise invalid("--parallel", f"{n_parallel} streams; llama.cpp has at most {MOST_STREAMS}", "--parallel 4")
+    n_ctx = _context(given, serve, n_parallel)
+    if (n_ctx or 0) * n_parallel > MOST_TOKENS:
+        option = "-c" if "ctx_total" in given else "--ctx"
+        counted = f"{n_ctx:,} tokens x {n_parallel} are more than llama.cpp counts ({MOST_TOKENS:,} in all)"
+        raise invalid(option, counted, f"{option} 32k")
     type_k, type_v = _kv_types(given, serve)
     return Settings(
-        n_ctx_per_stream=_context(given, serve, n_parallel),
+        n_ctx_per_stream=n_ctx,
         n_parallel=n_parallel,
         kv_unified=given.get("unified", serve.kv_unified),
         n_batch=max(_positive(given, "batch", "--batch") or serve.n_batch, _ubatch(given, serve)),
@@ -57,7 +95,10 @@ def address(slug: Slug | None, given: Mapping[str, Any]) -> tuple[str, int]:
     port = given.get("port", serve.port)
     if not 1 <= port <= 65535:
         raise invalid("--port", f"{port} is no port", "--port 8080")
-    return given.get("host", serve.host), port
+    host = given.get("host", serve.host)
+    if not host.strip():
+        raise invalid("--host", "an empty address", "--host 127.0.0.1")
+    return host, port
 
 
 def choose_devices(devices: tuple[Device, ...], wanted: str | tuple[str, ...] | None) -> tuple[Device, ...]:
@@ -67,19 +108,22 @@ def choose_devices(devices: tuple[Device, ...], wanted: str | tuple[str, ...] | 
     """
     if not wanted:
         return devices
-    words = [w.strip() for w in wanted.split(",")] if isinstance(wanted, str) else list(wanted)
-    if words == ["none"]:
+    asked = [w.strip() for w in wanted.split(",")] if isinstance(wanted, str) else list(wanted)
+    if asked == ["none"]:
         return ()
-    left_out = [_find(devices, w[1:]) for w in words if w.startswith("-")]
-    chosen = [_find(devices, w) for w in words if w and not w.startswith("-")]
-    return tuple(dict.fromkeys(d for d in chosen or devices if d not in left_out))
+    left_out = [_find(devices, w[1:]) for w in asked if w.startswith("-")]
+    chosen = [_find(devices, w) for w in asked if not w.startswith("-")]
+    named = [d.name for d in (*chosen, *left_out)]
+    if twice := next((n for n in named if named.count(n) > 1), None):
+        raise invalid("--devices", f"{twice} is named twice", f"--devices {','.join(dict.fromkeys(named))}")
+    return tuple(d for d in chosen or devices if d not in left_out)
 
 
 def _find(devices: tuple[Device, ...], word: str) -> Device:
-    if word.isdigit() and int(word) < len(devices):
+    if word.isdecimal() and int(word) < len(devices):
         return devices[int(word)]
     low = word.lower()
-    for d in devices:
+    for d in devices if low else ():
         if d.name.lower() == low or d.buffer_type.lower() == low or low == (d.endpoint or "").lower():
             return d
     near = [d for d in devices if len(low) >= 4 and any((x or "").lower().startswith(low) for x in (d.uuid, d.pci))]
@@ -106,7 +150,8 @@ def with_drafter(found: Settings, kind: str | None, n_max: int, given: Mapping[s
 
 def _context(given: Mapping[str, Any], serve: ServeSettings, n_parallel: int) -> int | None:
     if "ctx" in given and "ctx_total" in given:
-        raise invalid("--ctx and -c", "both were given", "--ctx N is one stream, -c N is all of them: keep one")
+        keep = f"--ctx {given['ctx']}     # of each stream; -c counts all of them together"
+        raise invalid("--ctx and -c", "both were given", keep)
     if "ctx" in given:
         return _tokens(given["ctx"], "--ctx")
     if "ctx_total" in given:
@@ -137,6 +182,8 @@ def _ubatch(given: Mapping[str, Any], serve: ServeSettings) -> int:
 def _kv_types(given: Mapping[str, Any], serve: ServeSettings) -> tuple[str, str]:
     type_k, type_v = serve.type_k, serve.type_v
     if "kv" in given:
+        if "type_k" in given or "type_v" in given:
+            raise invalid("--kv and -ctk/-ctv", "both were given", f"--kv {given['kv']}     # K/V sets them apart")
         type_k, _, type_v = str(given["kv"]).partition("/")
         type_v = type_v or type_k
     type_k, type_v = given.get("type_k", type_k), given.get("type_v", type_v)
@@ -184,9 +231,27 @@ def _split(text: str | None) -> tuple[int, ...] | None:
     if text is None:
         return None
     try:
-        found = tuple(int(part) for part in text.replace("/", ",").split(","))
-    except ValueError:
-        raise invalid("--tensor-split", f"{text!r} is no list of whole numbers", "--tensor-split 21,23") from None
-    if min(found) < 0 or not any(found):
+        shares = [Decimal(part.strip()) for part in text.replace("/", ",").split(",")]
+    except InvalidOperation:
+        shares = [Decimal("NaN")]
+    if not all(s.is_finite() and s < 10**6 and int(s.as_tuple().exponent) >= -9 for s in shares):
+        raise invalid("--tensor-split", f"{text!r} is no list of numbers", "--tensor-split 21,23")
+    if min(shares) < 0 or not any(shares):
         raise invalid("--tensor-split", f"{text!r} gives no device a layer", "--tensor-split 21,23")
-    return found
+    # llama.cpp takes fractions too; only their proportions count.
+    digits = max(max(0, -int(s.as_tuple().exponent)) for s in shares)
+    return tuple(int(s.scaleb(digits)) for s in shares)
+
+
+def check_cache(found: Settings, header: ModelHeader) -> None:
+    """Refuse cache types that the engine refuses only after it loaded the model (src/llama-context.cpp b11434).
+
+    Raises UsageError (override-invalid).
+    """
+    quantised = found.type_v not in ("f32", "f16", "bf16")
+    if quantised and found.flash_attn == "off":
+        raise invalid("--kv", f"a V cache of type {found.type_v} needs flash attention", "--flash-attn on")
+    latent = header.arch == "deepseek4" or f"{header.arch}.attention.key_length_mla" in header.metadata
+    if latent and found.type_k != found.type_v:
+        what = f"{header.arch} keeps one cache for K and V, so {found.type_k}/{found.type_v} cannot be"
+        raise invalid("--kv", what, f"--kv {found.type_k}")

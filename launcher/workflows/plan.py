@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher import planner
-from launcher.errors import DeviceUnusable, DoesNotFit, LauncherError
+from launcher.errors import DeviceUnusable, DoesNotFit
 from launcher.facts import dry_run as dry
 from launcher.facts import gguf_header
 from launcher.planner import rules
@@ -68,6 +68,7 @@ class Planned:
     plan: Plan
     launch: Launch
     lacks: DeviceUnusable | None = None
+    command: str = "launcher plan"  # what was typed, without TARGET and overrides
 
     @property
     def inventory(self) -> Inventory:
@@ -93,7 +94,8 @@ def run(
     inputs = gather(target, given, found)
     planned = make(inputs)
     planned = replace(planned, plan=replace(planned.plan, warnings=(*planned.plan.warnings, *warnings)))
-    return ways_out.added(planned)
+    command = overrides.command("launcher plan", {"--rig": rig, "--engine": engine, "--no-engine": no_engine})
+    return ways_out.added(replace(planned, command=command))
 
 
 def survey(
@@ -107,8 +109,8 @@ def survey(
 ) -> tuple[World, tuple[str, ...]]:
     """What there is to plan with, and what to say about it."""
     leaving = tuple(gone)
-    found, missing = (None, None) if no_engine else world.engine_for(target.slug, engine)
     notes = [f"planned as if {r.slug} on port {r.port} were stopped" for r in leaving]
+    found, missing = (None, None) if no_engine else world.engine_for(target.slug, engine, notes)
     if missing is not None:
         notes.append(f"{missing.message}: planned by formulas alone ({missing.fix})")
     if rig:
@@ -120,6 +122,7 @@ def gather(target: Target, given: Mapping[str, Any], found: World) -> Inputs:
     """Read the headers and settle the settings. Raises ModelUnreadable, UsageError."""
     header = targets.header_of(target)
     settings = overrides.settings(target.slug, given, found.inventory.host)
+    overrides.check_cache(settings, header)
     drafter, kind, depth = _drafter(target, given)
     return Inputs(
         target=target,
@@ -129,7 +132,7 @@ def gather(target: Target, given: Mapping[str, Any], found: World) -> Inputs:
         settings=overrides.with_drafter(settings, kind, depth, given),
         given=given,
         no_dry_run=found.no_dry_run,
-        projector=targets.projector_path(target),
+        projector=targets.projector_path(target, given.get("mmproj")),
     )
 
 
@@ -141,7 +144,7 @@ def _drafter(target: Target, given: Mapping[str, Any]) -> tuple[ModelHeader | No
     if named == "off" or given.get("draft_max") == 0:
         return None, None, 0
     if named:
-        draft = gguf_header.read_header(named)
+        draft = targets.named_header(named, "--drafter off, or --drafter /path/to/drafter.gguf")
         kind = targets.drafter_type(draft)
         if kind == "draft-simple" and slug and slug.drafter and slug.drafter.type == "draft-simple":
             return draft, slug.drafter.type, depth
@@ -159,13 +162,16 @@ def _drafter(target: Target, given: Mapping[str, Any]) -> tuple[ModelHeader | No
 
 def make(inputs: Inputs) -> Planned:
     """Plan, ask the engine, plan again; never more than two dry runs."""
+    return _noted(_measured(inputs), _too_deep(inputs))
+
+
+def _measured(inputs: Inputs) -> Planned:
     first = launched(inputs, inputs.plan())
     if inputs.no_dry_run or first.lacks is not None:
-        reason = inputs.no_dry_run or str(first.lacks)
-        return _noted(first, f"no dry run ({reason}): compute buffers are upper bounds")
+        return _noted(first, _UNASKED.format(inputs.no_dry_run or first.lacks))
     measured, note = _dry_run(first)
     if measured is None:
-        return _noted(first, f"no dry run ({note}): compute buffers are upper bounds")
+        return _noted(first, _UNASKED.format(note))
     second = launched(inputs, inputs.plan(measured=measured))
     if same_placement(first.plan, second.plan):
         return _noted(second, note)
@@ -175,6 +181,23 @@ def make(inputs: Inputs) -> Planned:
         if third.plan.fits and same_placement(second.plan, third.plan):
             return _noted(third, note_again)
     return _noted(launched(inputs, pinned(inputs, first.plan).plan(measured=measured)), note)
+
+
+_UNASKED = "no dry run ({}): compute buffers are upper bounds"
+# The one thing that a dry run which measured the model can lack; the engine's own words are about its insides.
+_UNMEASURED = "the engine's dry run cannot measure this drafter: its numbers are formulas"
+
+
+def _too_deep(inputs: Inputs) -> str:
+    """The engine gives no stream more than the model was trained for, and allocates what was asked all the same."""
+    trained = inputs.header.metadata.get(f"{inputs.header.arch}.context_length")
+    asked = inputs.settings.n_ctx_per_stream
+    if not isinstance(trained, int) or asked is None or asked <= trained:
+        return ""
+    return (
+        f"context {asked:,} is more than the {trained:,} that the model was trained for: "
+        f"the engine cuts every stream at that (--ctx {trained} plans for it)"
+    )
 
 
 def launched(inputs: Inputs, plan: Plan) -> Planned:
@@ -221,8 +244,8 @@ def _dry_run(planned: Planned) -> tuple[MeasuredCompute | None, str]:
     drafts = planned.plan.settings.drafter_type is not None and planned.plan.settings.draft_n_max > 0
     done = dry.dry_run(words, planned.launch.env, expect_drafter=drafts)
     if done.status != "ok" or done.measured is None:
-        return None, done.note
-    return _in_rig_names(done.measured, planned.plan), done.note
+        return None, " ".join(done.note.split())
+    return _in_rig_names(done.measured, planned.plan), _UNMEASURED if done.note else ""
 
 
 def _in_rig_names(measured: MeasuredCompute, plan: Plan) -> MeasuredCompute:
@@ -253,6 +276,7 @@ def pinned(inputs: Inputs, plan: Plan) -> Inputs:
         inputs.settings,
         residency={d.rig_name: d.resident_layers for d in plan.devices if d.resident_layers} or "none",
         tensor_split=plan.tensor_split or None,
+        keep_order=True,
         reserve_bytes={
             k: v for k, v in inputs.settings.reserve_bytes.items() if k in {d.rig_name for d in plan.devices}
         },
@@ -267,19 +291,22 @@ def _noted(planned: Planned, note: str) -> Planned:
     return replace(planned, plan=replace(planned.plan, warnings=(*planned.plan.warnings, note)))
 
 
-def refuse(plan: Plan) -> None:
+def refuse(plan: Plan, command: str = "launcher plan") -> None:
     """Raise DoesNotFit (host-ram-short, device-short) for a plan with a refusal, with the sum and a way out."""
-    error = short(plan, "launcher plan")
-    if error is not None:
-        raise error
-
-
-def short(plan: Plan, command: str) -> LauncherError | None:
-    """The refusal of a plan that does not fit as an error, None when it fits."""
-    closed = next((gate for gate in preflight.fit(plan) if not gate.ok), None)
+    # A gate for every device, host memory last: the one that the refusal is about, as on the screen.
+    gates = dict(zip((*(d.device.name for d in plan.devices), "host"), preflight.fit(plan), strict=True))
+    where = plan.refusal.where if plan.refusal else ""
+    closed = next((gates[k] for k in (where, *gates) if k in gates and not gates[k].ok), None)
     if closed is None:
-        return None
+        return
     fix = preflight.way_out(plan, command)
     if closed.name == "host-ram-short":
-        return DoesNotFit("host-ram-short", closed.detail, context=closed.context, fix=fix)
-    return DoesNotFit("device-short", closed.detail, context=closed.context, fix=fix)
+        raise DoesNotFit("host-ram-short", closed.detail, context=closed.context, fix=fix)
+    raise DoesNotFit("device-short", closed.detail, context=closed.context, fix=fix)
+
+
+def way_out(plan: Plan, command: str) -> str:
+    """The command with what must change; where nothing fits, `plan`, since there is nothing to start or to check."""
+    ways = plan.refusal.ways_out if plan.refusal else ()
+    helps = any(way.fits and " more RAM" not in way.change for way in ways)
+    return preflight.way_out(plan, command if helps else "launcher plan")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from launcher.errors import DeviceUnusable, LauncherError, ModelUnreadable, UsageError
@@ -41,7 +41,8 @@ def run(
     """
     target = targets.resolve(text)
     gone = () if rig else state.running()
-    return check(target, given, rig=rig, engine=engine, force=force, gone=gone)
+    command = overrides.command("launcher preflight", {"--force": force, "--rig": rig, "--engine": engine})
+    return check(target, given, rig=rig, engine=engine, force=force, gone=gone, command=command)
 
 
 def refuse(checked: Checked) -> None:
@@ -57,8 +58,9 @@ def check(
     engine: str | None = None,
     force: bool = False,
     gone: tuple[RunRecord, ...] = (),
+    command: str = "launcher preflight",
 ) -> Checked:
-    """Plan as far as that goes, then every gate."""
+    """Plan as far as that goes, then every gate; a way out is shown as `command` with what must change."""
     found, engine_error = _engine(target, engine)
     surveyed, devices_error = _world(target, given, rig, found, gone)
     inputs, model_error, plan_error = None, None, devices_error
@@ -86,7 +88,19 @@ def check(
         host=host,
         swap_bytes=0 if rig else None,
     )
-    return Checked(target=target, gates=gates, planned=planned)
+    return Checked(target=target, gates=_ordered(gates, planned, command), planned=planned)
+
+
+def _ordered(gates: tuple[Gate, ...], planned: Planned | None, command: str) -> tuple[Gate, ...]:
+    """Status last, since `--force` is no help where something else is closed; fixes that repeat this very command."""
+    found = gates
+    if planned is not None and planned.plan.refusal is not None:
+        fix = pipeline.way_out(planned.plan, command)
+        found = tuple(replace(g, fix=fix) if not g.ok and g.name in _SHORT else g for g in found)
+    return tuple(sorted(found, key=lambda g: g.name == "status-needs-force"))
+
+
+_SHORT = frozenset({"host-ram-short", "device-short", "does-not-fit"})
 
 
 def _engine(target: Target, explicit: str | None) -> tuple[Engine | None, DeviceUnusable | None]:

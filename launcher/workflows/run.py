@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from launcher.serve import native
-from launcher.workflows import preflight, switch
+from launcher.workflows import overrides, preflight, switch
 from launcher.workflows import target as targets
 
 
@@ -17,7 +17,8 @@ def run(text: str, given: Mapping[str, Any], *, engine: str | None, force: bool)
     Raises UsageError, SlugInvalid, Refused, DeviceUnusable, EngineFailed.
     """
     target = targets.resolve(text)
-    checked = preflight.check(target, given, engine=engine, force=force)
+    command = overrides.command("launcher run", {"--force": force, "--engine": engine})
+    checked = preflight.check(target, given, engine=engine, force=force, command=command)
     preflight.refuse(checked)
     planned = checked.planned
     assert planned is not None  # without a plan a gate is closed

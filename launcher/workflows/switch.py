@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import httpx
 
-from launcher.errors import DeviceUnusable, Refused
+from launcher.errors import DeviceUnusable, LauncherError, Refused
 from launcher.facts import devices as device_facts
 from launcher.facts import load_log
 from launcher.measure import verify
@@ -24,10 +24,9 @@ from launcher.serve import native, server, state, wait
 from launcher.serve.rpc import RpcSpawn
 from launcher.structs import Audit, Gate, Plan, RunRecord
 from launcher.units import MIB
-from launcher.workflows import plan, preflight
+from launcher.workflows import overrides, plan, preflight
 from launcher.workflows import target as targets
 from launcher.workflows.plan import Planned
-from launcher.workflows.preflight import Checked
 from launcher.workflows.target import Target
 
 LOCK = "engine"
@@ -46,13 +45,19 @@ class Progress(Protocol):
         """Every gate is open."""
 
     def kept(self, running: tuple[RunRecord, ...]) -> None:
-        """A gate is closed: these servers go on."""
+        """Refused or interrupted before anything was stopped: these servers go on."""
+
+    def lost(self, stopped: tuple[RunRecord, ...]) -> None:
+        """Failed or interrupted later: these servers were stopped and nothing runs in their place."""
 
     def confirm(self, record: RunRecord, requests: int | None) -> bool | None:
         """Ask whether this server may be stopped; None when there is nobody to ask."""
 
-    def stopped(self, record: RunRecord, seconds: float, same_plan: bool) -> None:
-        """A server of ours is gone; whether the plan still holds with what is free now."""
+    def stopped(self, record: RunRecord, seconds: float) -> None:
+        """A server of ours is gone."""
+
+    def replanned(self, plan: Plan, same: bool) -> None:
+        """Planned once more with what is free now; whether the placement is the same."""
 
     def loading(self, stage: str, done: int, total: int | None, seconds: float) -> None:
         """How far the load is; called a few times a second."""
@@ -74,17 +79,30 @@ def run(
     text: str, given: Mapping[str, Any], *, engine: str | None, force: bool, yes: bool, progress: Progress
 ) -> Switched:
     """`switch`. Raises UsageError, SlugInvalid, Refused (a gate; needs-yes, not-stopped), EngineFailed, Locked."""
-    target = targets.resolve(text)
+    with _told(progress.kept, state.running):
+        target = targets.resolve(text)
     with state.lock(LOCK):
         running = state.running()
-        checked, planned = _checked(target, given, engine, force, running, progress)
-        if running:
+        with _told(progress.kept, lambda: running):
+            planned = _checked(target, given, engine, force, running, progress)
             _ask(running, yes, progress)
-            planned = _make_room(target, given, engine, force, running, planned, progress)
-        for record in state.records():
-            if record.slug == target.name:
-                native.stop(record)  # what a killed keeper left behind
-        return _start(target, planned, progress)
+        with _told(progress.lost, lambda: tuple(r for r in running if not native.live(r))):
+            if running:
+                planned = _make_room(target, given, engine, force, running, planned, progress)
+            for record in state.records():
+                if record.slug == target.name:
+                    native.stop(record)  # what a killed keeper left behind
+            return _start(target, planned, progress)
+
+
+@contextlib.contextmanager
+def _told(tell: Callable[[tuple[RunRecord, ...]], None], whom: Callable[[], tuple[RunRecord, ...]]) -> Iterator[None]:
+    """Whatever ends this block, the person reads what became of the servers that ran before."""
+    try:
+        yield
+    except (LauncherError, KeyboardInterrupt):
+        tell(whom())
+        raise
 
 
 def _checked(
@@ -94,17 +112,22 @@ def _checked(
     force: bool,
     running: tuple[RunRecord, ...],
     progress: Progress,
-) -> tuple[Checked, Planned]:
+) -> Planned:
     begun = time.monotonic()
-    checked = preflight.check(target, given, engine=engine, force=force, gone=running)
-    if checked.planned is None or any(not g.ok for g in checked.gates):
-        progress.kept(running)
+    checked = preflight.check(
+        target, given, engine=engine, force=force, gone=running, command=_command(engine, force)
+    )  # fmt: skip
     preflight.refuse(checked)
     planned = checked.planned
     assert planned is not None  # without a plan a gate is closed
     progress.planned(planned.plan, time.monotonic() - begun)
     progress.checked(checked.gates)
-    return checked, planned
+    return planned
+
+
+def _command(engine: str | None, force: bool) -> str:
+    """How this command would be repeated, without TARGET and overrides."""
+    return overrides.command("switch", {"--force": force, "--engine": engine})
 
 
 def _ask(running: tuple[RunRecord, ...], yes: bool, progress: Progress) -> None:
@@ -133,13 +156,12 @@ def _make_room(
     begun = time.monotonic()
     for record in running:
         native.stop(record)
+        progress.stopped(record, time.monotonic() - begun)
     _settle(planned.plan)
-    checked = preflight.check(target, given, engine=engine, force=force)
+    checked = preflight.check(target, given, engine=engine, force=force, command=_command(engine, force))
     preflight.refuse(checked)
     assert checked.planned is not None
-    same = plan.same_placement(planned.plan, checked.planned.plan)
-    for record in running:
-        progress.stopped(record, time.monotonic() - begun, same)
+    progress.replanned(checked.planned.plan, plan.same_placement(planned.plan, checked.planned.plan))
     return checked.planned
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 from dataclasses import dataclass
@@ -63,8 +64,8 @@ def _is_path(text: str) -> bool:
 def _remote(text: str) -> ModelUnreadable:
     return ModelUnreadable(
         "target-remote",
-        f"{text} is not on this machine: repositories and URLs are not read by this version",
-        context="a TARGET is a slug (launcher list) or a .gguf file on disk",
+        f"{text} is not on this machine",
+        context="repositories and URLs are not read by this version; a slug (launcher list) or a .gguf file is",
         fix="download the file, then: launcher plan /path/to/model.gguf",
     )
 
@@ -81,13 +82,47 @@ def model_path(target: Target) -> Path:
 
 def header_of(target: Target) -> ModelHeader:
     """Header of the target's model. Raises ModelUnreadable with the command that fetches what is missing."""
+    if target.slug is None:
+        assert target.path is not None
+        return named_header(target.path, "launcher plan /path/to/model.gguf")
     try:
         return gguf_header.read_header(model_path(target))
     except ModelUnreadable as error:
-        if target.slug is None or not target.slug.model.repo or not error.fix.startswith("launcher setup"):
+        if not target.slug.model.repo or not error.fix.startswith("launcher setup"):
             raise
         fix = f"launcher setup {target.name}"
         raise ModelUnreadable(error.reference, error.message, context=error.context, fix=fix) from error
+
+
+def named_header(path: str | Path, again: str) -> ModelHeader:
+    """Header of a file that a person named: no slug knows where it came from, so `setup` is no fix for it.
+
+    again  how to name another file
+    Raises ModelUnreadable.
+    """
+    found = Path(path).expanduser()
+    try:
+        return gguf_header.read_header(found)
+    except ModelUnreadable as error:
+        if not error.fix.startswith("launcher setup"):
+            raise
+        if error.reference in ("model-missing", "folder-no-model"):
+            near = _near(found)
+            seen = "\n".join(p.name for p in near)
+            context = f"{near[0].parent} holds:\n{seen}" if near else error.context
+            raise ModelUnreadable(error.reference, error.message, context=context, fix=again) from error
+        fix = f"fetch it again from where it came from, into {found if found.is_dir() else found.parent}"
+        raise ModelUnreadable(error.reference, error.message, context=error.context, fix=fix) from error
+
+
+def _near(path: Path) -> list[Path]:
+    """Models beside a file that is not there, those with a similar name first; at most five."""
+    try:
+        beside = sorted(p for p in path.parent.iterdir() if p.suffix == ".gguf")
+    except OSError:
+        return []
+    alike = difflib.get_close_matches(path.name, [p.name for p in beside], n=5, cutoff=0.3)
+    return sorted(beside, key=lambda p: alike.index(p.name) if p.name in alike else len(alike))[:5]
 
 
 def drafter_ref(found: Slug) -> ModelRef | None:
@@ -97,9 +132,15 @@ def drafter_ref(found: Slug) -> ModelRef | None:
     return ModelRef(file=found.drafter.file, dir=found.model.dir, repo=found.model.repo)
 
 
-def projector_path(target: Target) -> Path | None:
-    """File of the slug's projector, None when it names none. Raises ModelUnreadable when it is not here."""
-    if target.slug is None or target.slug.mmproj is None:
+def projector_path(target: Target, named: str | None = None) -> Path | None:
+    """File of the projector: the option's (`off`: none), else the slug's, else None.
+
+    Raises ModelUnreadable when it is not here or no GGUF.
+    """
+    if named is not None and named != "off":
+        header = named_header(named, "--mmproj off, or --mmproj /path/to/mmproj.gguf")
+        return Path(header.path)
+    if named == "off" or target.slug is None or target.slug.mmproj is None:
         return None
     from launcher.weights import find
 

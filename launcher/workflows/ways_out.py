@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -17,12 +18,19 @@ if TYPE_CHECKING:
     from launcher.workflows.plan import Inputs, Planned
 
 _MOST = 4
+# A change that gives up more and spares less than one part in so many is no way out.
+_WORTH = 100
+_CTX = frozenset({"ctx", "ctx_total"})
+_DRAFTER = frozenset({"drafter", "draft_max"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Change:
+    """Options that replace those of `replaced` (keys of the given ones), and the settings that they make."""
+
     text: str
     settings: Settings
+    replaced: frozenset[str]
 
 
 def added(planned: Planned) -> Planned:
@@ -46,18 +54,21 @@ def _ways(planned: Planned) -> list[WayOut]:
             other = planned.inputs.plan(change.settings)
         except LauncherError:
             continue
-        way = _way(change.text, other)
+        # The whole line: what was given before is part of the plan, and must be typed again.
+        kept = overrides.words(planned.inputs.given, without=change.replaced)
+        way = _way(" ".join([change.text, shlex.join(kept)]).strip(), other)
         if _changes_something(planned.plan, other) and not any(_as_good(before, way) for before in ways):
             ways.append(way)
     return [*ways, *slugs, *more]
 
 
 def _as_good(before: WayOut, way: WayOut) -> bool:
+    worth = before.host_required_bytes // _WORTH
     return (
         before.fits >= way.fits
         and before.resident_layers >= way.resident_layers
         # Once something fits, only more experts on the devices are worth giving up more.
-        and (before.fits or before.host_required_bytes <= way.host_required_bytes)
+        and (before.fits or before.host_required_bytes - way.host_required_bytes < worth)
     )
 
 
@@ -66,20 +77,23 @@ def _changes(s: Settings, plan: Plan) -> Iterator[_Change]:
     n_ctx = plan.settings.n_ctx_per_stream or 0
     drafts = bool(s.drafter_type and s.draft_n_max)
     lean = replace(s, drafter_type=None, draft_n_max=0) if drafts else s
-    off = "--drafter off " if drafts else ""
+    off, also = ("--drafter off ", _DRAFTER) if drafts else ("", frozenset[str]())
+    if s.residency == "none" and plan.devices:
+        yield _Change(text="--residency auto", settings=replace(s, residency="auto"), replaced=frozenset({"residency"}))
     if drafts:
-        yield _Change(text="--drafter off", settings=lean)
-    if n_ctx > 128 * KIB:
-        yield _Change(text=f"{off}--ctx 128k", settings=replace(lean, n_ctx_per_stream=128 * KIB))
+        yield _Change(text="--drafter off", settings=lean, replaced=_DRAFTER)
     half = n_ctx // 2 // KIB * KIB
-    if half >= 2 * KIB:
-        yield _Change(text=f"{off}--ctx {half // KIB}k", settings=replace(lean, n_ctx_per_stream=half))
-    if s.type_k == "f16":
-        yield _Change(text=f"{off}--kv q8_0", settings=replace(lean, type_k="q8_0", type_v="q8_0"))
-    if s.n_ubatch > 2048:
-        yield _Change(text=f"{off}-ub 2048", settings=replace(lean, n_ubatch=2048))
-    if s.n_ubatch > 512:
-        yield _Change(text=f"{off}-ub 512", settings=replace(lean, n_ubatch=512))
+    for shorter in (128 * KIB, half):
+        if 2 * KIB <= shorter < n_ctx:
+            less = replace(lean, n_ctx_per_stream=shorter)
+            yield _Change(text=f"{off}--ctx {shorter // KIB}k", settings=less, replaced=_CTX | also)
+    if s.type_k == "f16" and s.flash_attn != "off":  # without it the engine refuses a quantised V cache
+        packed = replace(lean, type_k="q8_0", type_v="q8_0")
+        yield _Change(text=f"{off}--kv q8_0", settings=packed, replaced=also | {"kv", "type_k", "type_v"})
+    for ubatch in (2048, 512):
+        if s.n_ubatch > ubatch:
+            text, smaller = f"{off}-ub {ubatch}", replace(lean, n_ubatch=ubatch)
+            yield _Change(text=text, settings=smaller, replaced=also | {"ubatch"})
 
 
 def _changes_something(before: Plan, after: Plan) -> bool:
@@ -118,7 +132,8 @@ def _other_slugs(inputs: Inputs) -> Iterator[WayOut]:
             plan = replace(inputs, header=header, drafter=draft, settings=settings).plan()
         except LauncherError:
             continue
-        ways.append(_way(other.name, plan))
+        kept = overrides.words({k: v for k, v in inputs.given.items() if k == "devices"})
+        ways.append(_way(" ".join([other.name, shlex.join(kept)]).strip(), plan))
     yield from sorted(ways, key=lambda w: not w.fits)
 
 

@@ -28,12 +28,18 @@ class World:
     no_dry_run: str = ""
 
 
-def engine_for(slug: Slug | None, explicit: str | None) -> tuple[Engine | None, DeviceUnusable | None]:
-    """The engine, or why there is none. One that a person named and that does not work is raised, not returned."""
+def engine_for(
+    slug: Slug | None, explicit: str | None, notes: list[str] | None = None
+) -> tuple[Engine | None, DeviceUnusable | None]:
+    """The engine, or why there is none. One that a person named and that does not work is raised, not returned.
+
+    notes  gets a line for every engine that was found, does not run and was passed over
+    """
+    own = slug.engine.path if slug else None
     try:
-        return engine_facts.find_engine(explicit, slug.engine.path if slug else None), None
+        return engine_facts.find_engine(explicit, own, notes=notes), None
     except DeviceUnusable as error:
-        named = explicit or (slug and slug.engine.path) or os.environ.get("LLAMA_SERVER")
+        named = explicit or own or os.environ.get("LLAMA_SERVER") or engine_facts.chosen()
         if named or error.reference != "engine-missing":
             raise
         return None, error

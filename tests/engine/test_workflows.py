@@ -113,6 +113,18 @@ def test_switching_to_another_slug_plans_with_what_the_first_gives_back(models_h
     done = child("switch", "t/b", "--yes")
     assert done.returncode == 0, done.stderr
     assert "t/a stopped in" in done.stdout
-    assert "plan still holds" in done.stdout
+    assert "the plan still holds" in done.stdout
     assert [r.slug for r in state.running()] == ["t/b"]
     assert not native.alive(before.server)
+
+
+def test_a_drafter_that_the_engine_cannot_measure_is_said_in_plain_words(
+    replica: Callable[[str], Path], engine_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LLAMA_SERVER", str(engine_path))
+    model, drafter = replica("deepseek-v4-flash-UD-Q8_K_XL"), replica("deepseek-v4-flash-dspark-Q8_0")
+    done = child("plan", str(model), "--drafter", str(drafter), "--ctx", "8k", "--json")
+    doc = json.loads(done.stdout)
+    assert done.returncode == (0 if doc["fits"] else 6)
+    assert "the engine's dry run cannot measure this drafter: its numbers are formulas" in doc["warnings"]
+    assert "operator()" not in done.stdout + done.stderr

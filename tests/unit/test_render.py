@@ -305,6 +305,27 @@ def test_error_is_three_lines() -> None:
     assert error.lines(Refused("x", "y", fix="z")) == ("error[x]: y", "fix: z")
 
 
+def test_a_refusal_keeps_to_100_columns_and_its_last_line_can_be_pasted() -> None:
+    evidence = "MiB: " + " + ".join(f"{i * 1000:,} term{i}" for i in range(1, 20)) + "\nsearched: /a\n          /b"
+    fix = "launcher plan --rig some/rig/file.yaml llamacpp/a-slug --drafter off --ctx 128k     # 118.9 GiB of RAM"
+    lines = error.lines(Refused("host-ram-short", "needs 1", context=evidence, fix=fix))
+    assert max(map(len, lines)) <= 100
+    assert " ".join(" ".join(lines[1:-4]).split()) == evidence.splitlines()[0]
+    assert lines[-4:-2] == ("  searched: /a", "            /b")
+    assert lines[-2:] == ("  118.9 GiB of RAM", f"fix: {fix.partition('     #')[0]}")
+
+
+def test_engines_are_called_what_people_call_them() -> None:
+    for version, name in (
+        ("0.6.0-dev (build 11434, commit unknown)", "llama.cpp b11434"),
+        ("10236 (5c1d1a2b)", "llama.cpp b10236"),
+        ("b10236", "llama.cpp b10236"),
+        ("0.6.0-dev (build 0, commit unknown)", "llama.cpp 0.6.0-dev"),
+        ("unknown", "llama.cpp unknown"),
+    ):
+        assert out.engine_name(version) == name
+
+
 def test_closed_gates_come_first_with_their_fix() -> None:
     gates = (
         Gate(name="model", ok=True, detail="5 shards"),
@@ -390,6 +411,21 @@ def test_a_terminal_gets_one_line_drawn_over_itself() -> None:
     line.text("b", force=True)
     line.done()
     assert stream.getvalue() == "\r" + "a" * 100 + "\x1b[K\rb\x1b[K\n"
+
+
+def test_what_switch_says_keeps_to_100_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = make()
+    many = replace(plan, devices=plan.devices * 3, warnings=("word " * 40,))
+    with switch_screen.Progress(as_json=False) as shown:
+        shown.planned(many, 0.4)
+        shown.checked((Gate(name="swap", ok=True, note=True, detail="swap is on " * 12, fix="sysctl"),))
+        shown.stopped(RECORD, 3.0)
+        shown.replanned(many, same=False)
+        shown.kept((replace(RECORD, slug="/models/" + "a-long-folder/" * 6 + "x.gguf"),))
+        shown.lost((RECORD,))
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 100
+    assert "NOT SWITCHED  demo/x was stopped and does not run; `switch demo/x` brings it back" in lines
 
 
 def test_rate_and_rest_come_from_the_last_seconds() -> None:

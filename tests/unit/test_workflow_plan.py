@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.errors import DoesNotFit
+from launcher.errors import DoesNotFit, UsageError
 from launcher.structs import MeasuredCompute, Plan, Settings
 from launcher.units import GIB, MIB
 from launcher.workflows import overrides, target, ways_out
@@ -97,6 +97,50 @@ def test_ways_out_are_planned_and_the_first_one_that_fits_is_the_fix() -> None:
         workflow.refuse(plan)
     assert caught.value.fix.startswith("launcher plan /m.gguf --drafter off     # ")
     assert caught.value.reference == "host-ram-short"
+    assert workflow.way_out(plan, "switch --force").startswith("switch --force /m.gguf --drafter off     # ")
+
+
+def test_a_way_out_is_worth_what_it_costs() -> None:
+    """Each spares a hundredth of the memory, holds one more layer's experts, or fits where those before do not."""
+    for ram in (30, 60, 100, 115, 118, 121, 130):
+        made = inputs(ram_gib=ram)
+        refusal = ways_out.added(workflow.launched(made, made.plan())).plan.refusal
+        assert refusal is not None
+        ways = refusal.ways_out[:-1]  # the last one is memory to buy
+        for i, way in enumerate(ways):
+            for before in ways[:i]:
+                spared = before.host_required_bytes - way.host_required_bytes
+                worth = not before.fits and spared * 100 >= before.host_required_bytes
+                assert way.fits > before.fits or way.resident_layers > before.resident_layers or worth, (ram, way)
+
+
+def test_a_way_out_repeats_what_was_given_and_replaces_what_it_changes() -> None:
+    given = {"ctx": "2M", "ubatch": 4096, "unified": False, "devices": "-CUDA7", "reserve": ["CUDA0=1GiB"], "port": 1}
+    made = replace(inputs(ram_gib=121.4, drafted=False, n_ctx_per_stream=2 << 20), given=given)
+    refusal = ways_out.added(workflow.launched(made, made.plan())).plan.refusal
+    assert refusal is not None
+    changes = [w.change for w in refusal.ways_out if w.change.startswith("-")]
+    assert "--ctx 128k --ubatch 4096 --no-unified --devices=-CUDA7 --reserve CUDA0=1GiB --port 1" in changes
+    assert all(c.count("--ctx") == 1 and (" -ub" in f" {c}") != ("--ubatch" in c) for c in changes)
+
+
+def test_cache_types_that_the_engine_refuses_after_loading_are_refused_before() -> None:
+    flash, plain = models.replica_header("deepseek-v4-flash-UD-Q8_K_XL"), models.moe_header([8])
+    base = Settings()
+    for settings, header in (
+        (replace(base, type_k="q8_0", type_v="f16"), flash),
+        (replace(base, type_v="q8_0", flash_attn="off"), plain),
+    ):
+        with pytest.raises(UsageError) as caught:
+            overrides.check_cache(settings, header)
+        assert caught.value.reference == "override-invalid"
+    for settings, header in (
+        (replace(base, type_k="q8_0", type_v="q8_0"), flash),
+        (replace(base, type_k="q8_0", type_v="f16"), plain),
+        (replace(base, type_k="q8_0", flash_attn="off"), plain),
+        (replace(base, type_v="q8_0", flash_attn="auto"), plain),
+    ):
+        overrides.check_cache(settings, header)
 
 
 def test_a_way_out_does_what_it_says() -> None:
