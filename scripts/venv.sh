@@ -1,5 +1,5 @@
 # Sourced by the other scripts, from the project's folder. ensure_venv [EXTRA]: ./.venv with this project in it, made
-# when it is missing, brought up to date when pyproject.toml changed, silent otherwise.
+# when it is missing or was made for another folder, brought up to date when pyproject.toml changed, silent otherwise.
 # shellcheck shell=bash
 
 find_python() {
@@ -28,15 +28,21 @@ make_venv() {
   return 5
 }
 
+# A copied or moved folder brings a .venv along whose programs, and this project in it, still are those of the old place.
+is_ours() {
+  [[ ! -e .venv/.place || $(<.venv/.place) == "$PWD" ]] && .venv/bin/python -c '' 2>/dev/null
+}
+
 ensure_venv() {
   local extra=${1:-}
   local stamp=.venv/.installed${extra:+-$extra}
   [[ -n $extra ]] || ! cmp -s pyproject.toml .venv/.installed-dev || stamp=.venv/.installed-dev # holds all that is asked for
-  if .venv/bin/python -c '' 2>/dev/null && cmp -s pyproject.toml "$stamp"; then
+  if is_ours && cmp -s pyproject.toml "$stamp"; then
     return
   fi
-  .venv/bin/python -c '' 2>/dev/null || make_venv || return
+  is_ours || make_venv || return
   echo "installing this project into .venv" >&2
   .venv/bin/python -m pip install -q --disable-pip-version-check -e ".${extra:+[$extra]}" || return
   cp pyproject.toml "$stamp"
+  echo "$PWD" >.venv/.place
 }

@@ -52,7 +52,7 @@ def options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--exit-code", type=int, default=0, help="with --exit-after")
     parser.add_argument("--die-by", help="with --exit-after: kill itself with this signal instead")
     parser.add_argument("--wrong-alias", action="store_true")
-    parser.add_argument("--no-answer", choices=["error", "empty", "never"])
+    parser.add_argument("--no-answer", choices=["error", "empty", "never", "garbage"])
     parser.add_argument("--thinks", action="store_true", help="the answer comes as reasoning_content")
     parser.add_argument("--print-env", help="write the environment there as JSON")
     parser.add_argument("--child", action="store_true", help="start a child of its own in the same group")
@@ -106,6 +106,9 @@ class Handler(BaseHTTPRequestHandler):
             time.sleep(3600)
         if self.opts.no_answer == "error":
             self.reply(500, {"error": {"message": "decode failed", "code": 500}})
+            return
+        if self.opts.no_answer == "garbage":
+            self.reply(200, ["no", "chat"])
             return
         empty = self.opts.no_answer == "empty"
         said = "" if empty else "hi"

@@ -59,7 +59,8 @@ def index_url() -> str:
         if value := os.environ.get(name, "").strip():
             return value
     named = os.environ.get("PIP_CONFIG_FILE")
-    user = ("~/.config/pip/pip.conf", "~/.pip/pip.conf", "/etc/pip.conf")
+    xdg = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
+    user = (f"{xdg}/pip/pip.conf", "~/.pip/pip.conf", "/etc/pip.conf", "/etc/xdg/pip/pip.conf")
     for path in (*([named] if named else ()), f"{sys.prefix}/pip.conf", *(user if named != os.devnull else ())):
         config = configparser.RawConfigParser()
         try:

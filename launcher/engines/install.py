@@ -10,12 +10,15 @@ callback gets the counts.
 from __future__ import annotations
 
 import fcntl
+import gzip
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
 import tarfile
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -73,11 +76,20 @@ def install(
     say       one line on what was chosen and why, one on where the log is
     Raises DownloadFailed, Locked (download-locked, install-locked), UsageError (backend-unknown),
     DeviceUnusable (compiler-missing, build-tool-missing, cuda-toolkit-missing),
-    EngineFailed (engine-build-failed), DownloadFailed (archive-unsafe, disk-space).
+    EngineFailed (engine-build-failed), DownloadFailed (archive-unsafe, disk-space, disk-full, disk-unwritable).
     """
     chosen = toolchain.choose_backend(backend)
-    key = build_key(chosen.name, source)
-    room = paths.cache_dir() / "engine-builds" / key
+    room = paths.cache_dir() / "engine-builds" / build_key(chosen.name, source)
+    try:
+        return _install(chosen, room, source, progress, jobs or _cores(), say)
+    except OSError as error:
+        raise fetch.disk_error(error, room, AGAIN) from error
+
+
+def _install(
+    chosen: toolchain.Backend, room: Path, source: Source, progress: Progress, jobs: int, say: Callable[[str], None]
+) -> Path:
+    key = room.name
     server = room / "build" / "bin" / "llama-server"
     if _is_done(room, key):
         return server
@@ -94,7 +106,7 @@ def install(
             _unpack(_fetch(source, progress), tree, progress)
         log = room / "build.log"
         say(f"build log: {log}")
-        _build(tree, room / "build", log, tools, chosen, source, jobs or _cores(), lock_fd, progress)
+        _build(tree, room / "build", log, tools, chosen, source, jobs, lock_fd, progress)
         _prove(server, log)
         marker = room / "done.tmp"
         marker.write_text(key + "\n", encoding="utf-8")
@@ -179,6 +191,7 @@ def _unpack(sdist: Path, tree: Path, progress: Progress) -> None:
 
     Not tarfile's data filter: the Python 3.11.2 of Debian 12 has none.
     """
+    remove = f"rm {shlex.quote(str(sdist))}"
     partial = tree.with_name(tree.name + ".part")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -190,13 +203,16 @@ def _unpack(sdist: Path, tree: Path, progress: Progress) -> None:
                 if len(parts) > 2 and parts[1] == "llama.cpp":
                     _extract(tar, member, partial.joinpath(*_safe(parts[2:], member)))
                 progress("unpack", done, len(members))
-    except (tarfile.TarError, EOFError, OSError) as err:
+    except (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile) as err:
         shutil.rmtree(partial, ignore_errors=True)
         what = f"{sdist.name} cannot be unpacked: {err}"
-        raise DownloadFailed("archive-unsafe", what, fix=f"rm {sdist}; {AGAIN}") from err
+        raise DownloadFailed("archive-unsafe", what, fix=f"{remove}; {AGAIN}") from err
+    except OSError:
+        shutil.rmtree(partial, ignore_errors=True)  # a full disk: the archive is as good as before
+        raise
     if not (partial / "CMakeLists.txt").is_file():
         what = f"{sdist.name} holds no llama.cpp/CMakeLists.txt"
-        raise DownloadFailed("archive-unsafe", what, fix=f"rm {sdist}; {AGAIN}")
+        raise DownloadFailed("archive-unsafe", what, fix=f"{remove}; {AGAIN}")
     partial.replace(tree)
 
 

@@ -156,7 +156,7 @@ def _wheel_tool(folder: Path, name: str) -> str | None:
 def _pip_install(names: list[str], folder: Path) -> None:
     wanted = {"cmake": "cmake>=3.20,<5", "ninja": "ninja>=1.10"}
     args = ["install", "--quiet", "--target", str(folder), "--upgrade", *(wanted[n] for n in names)]
-    pip = [sys.executable, "-m", "pip", *args, "--only-binary=:all:", "--disable-pip-version-check"]
+    pip = [sys.executable, "-m", "pip", *args, "--only-binary=:all:", "--disable-pip-version-check", "--retries=1"]
     uv = shutil.which("uv")
     reason = ""
     for command in (pip, [uv, "pip", *args, "--python", sys.executable] if uv else None):

@@ -19,6 +19,7 @@ def audit(plan: Plan, log: LoadLog) -> Audit:
 
     Weights and cache must agree within max(1 MiB, 2 %). Compute that came from a formula is a bound: only more than
     planned is wrong. With mmap the host row is left out: the engine prints the span of the mapping there, not a sum.
+    Weights or cache on a device that the plan does not name are wrong in every mode.
     """
     rows: list[AuditRow] = []
     wrong: list[str] = []
@@ -33,12 +34,21 @@ def audit(plan: Plan, log: LoadLog) -> Audit:
             ("drafter", t["drafter"], drafted, d.source["drafter"] is Source.DRY_RUN),
         ):
             _add(rows, wrong, AuditRow(device=name, kind=kind, planned_bytes=planned, real_bytes=real), exact)
+    strangers = {b for log_bytes in (log.model_bytes, log.kv_bytes) for b in log_bytes} - devices
+    for buffer in sorted(b for b in strangers if not _is_host(b)):
+        for kind, real in (("model", log.model_bytes.get(buffer, 0)), ("kv", log.kv_bytes.get(buffer, 0))):
+            _add(rows, wrong, AuditRow(device=buffer, kind=kind, planned_bytes=0, real_bytes=real), True)
     if plan.settings.load_mode not in ("auto", "mmap", "mmap+mlock"):
         h = plan.host.terms
         planned = h["experts"] + h["embedding"] + h["dense"] + h["output"]
-        real = sum(n for buffer, n in log.model_bytes.items() if buffer not in devices)
+        real = sum(n for buffer, n in log.model_bytes.items() if buffer not in devices and _is_host(buffer))
         _add(rows, wrong, AuditRow(device="host", kind="model", planned_bytes=planned, real_bytes=real), True)
     return Audit(rows=tuple(rows), ok=not wrong, worst="; ".join(wrong))
+
+
+def _is_host(buffer: str) -> bool:
+    """Buffer types of host memory: CPU, CPU_Mapped, CPU_REPACK, AMX and what a card pins, as CUDA_Host."""
+    return buffer.startswith(("CPU", "AMX")) or buffer.endswith("_Host")
 
 
 def _add(rows: list[AuditRow], wrong: list[str], row: AuditRow, exact: bool) -> None:

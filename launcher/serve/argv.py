@@ -203,6 +203,10 @@ def environment(
         # GGML_CUDA_DEVICES=N splits one card into virtual ones, described as `(dev p0/v1)`.
         if "GGML_CUDA_DEVICES" in base_env and any("/v" in d.description for d in cuda):
             env_set["GGML_CUDA_DEVICES"] = base_env["GGML_CUDA_DEVICES"]
+    # CPU RPC servers and the engine take turns on the same cores. One that spins while it waits for its threads takes
+    # them from the one whose turn it is: measured on two busy cores, 0.5 tokens a second against 30.
+    if any(d.device.shares_host for d in plan.devices) and not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & base_env.keys():
+        env_set["OMP_WAIT_POLICY"] = "passive"
     env = {k: v for k, v in base_env.items() if not _SCRUB.match(k)}
     return env | env_set, env_set
 

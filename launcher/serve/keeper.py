@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from launcher.errors import EngineFailed
+from launcher.errors import EngineFailed, LauncherError
 from launcher.serve import native, state
 from launcher.serve import rpc as rpc_room
 from launcher.structs import ProcessId, RunEnd, RunRecord
@@ -61,16 +61,20 @@ class Keeper:
 
     def run(self) -> int:
         """Start, say so, wait, write the end. Returns 0 unless nothing could be started."""
-        self.record = state.update(self.record, keeper=state.identify(os.getpid()))
         try:
+            self.record = state.update(self.record, keeper=state.identify(os.getpid()))
             self._start_rpc()
-            self.server = self._start_engine()
+            self._start_engine()
+            assert self.server is not None
             self._say({"ok": True})
             kills = _oom_kills()
             rss = self._wait(self.server)
             self._note_causes(kills)
             self._end(self.server, rss)
-        except EngineFailed as error:
+        except (LauncherError, OSError) as failed:
+            # Also when it cannot be written down which process it is: nobody could find it later.
+            self._end_engine()
+            error = failed if isinstance(failed, LauncherError) else self._unwritable(failed)
             self._say({"error": error.reference, "message": error.message, "fix": error.fix, "context": error.context})
             return 1
         finally:
@@ -92,17 +96,22 @@ class Keeper:
             for host in self.rpc.hosts:
                 if self.told_to_end.is_set():
                     raise EngineFailed("engine-start", "stopped while it was being started", fix="launcher status")
-                child = rpc_room.spawn_rpc(self.rpc, host, self.env, log, cancelled=self.told_to_end.is_set)
-                self.children.append(child)
-                pids = tuple(_identity(child) for child in self.children)
-                self.record = state.update(self.record, rpc_servers=pids)
+                rpc_room.spawn_rpc(
+                    self.rpc, host, self.env, log, cancelled=self.told_to_end.is_set, spawned=self._note_rpc
+                )
 
-    def _start_engine(self) -> subprocess.Popen[bytes]:
+    def _note_rpc(self, child: subprocess.Popen[bytes]) -> None:
+        """Before it listens, which may take seconds: were we killed meanwhile, nobody would know of it."""
+        self.children.append(child)
+        pids = tuple(_identity(child) for child in self.children)
+        self.record = state.update(self.record, rpc_servers=pids)
+
+    def _start_engine(self) -> None:
         if self.told_to_end.is_set():
             raise EngineFailed("engine-start", "stopped while it was being started", fix="launcher status")
         with Path(self.record.log_path).open("ab") as log:
             try:
-                server = subprocess.Popen(
+                self.server = subprocess.Popen(
                     self.record.argv,
                     stdin=subprocess.DEVNULL,
                     stdout=log,
@@ -113,8 +122,18 @@ class Keeper:
             except OSError as error:
                 message = f"cannot start {self.record.argv[0]}: {error.strerror}"
                 raise EngineFailed("engine-start", message, fix="launcher engine install") from error
-        self.record = state.update(self.record, server=_identity(server))
-        return server
+        self.record = state.update(self.record, server=_identity(self.server))
+        if self.told_to_end.is_set():  # told between the two: the handler did not know whom to tell
+            _signal_group(self.server.pid, signal.SIGTERM)
+
+    def _end_engine(self) -> None:
+        """A server that could be started and not be recorded: end it at once, it has served nobody."""
+        if self.server is not None and self.server.poll() is None:
+            _signal_group(self.server.pid, signal.SIGKILL)
+            self.server.wait()
+
+    def _unwritable(self, error: OSError) -> LauncherError:
+        return state.unwritable(Path(error.filename or self.record.log_path), error)
 
     def _wait(self, server: subprocess.Popen[bytes]) -> int | None:
         """Wait for the end, sampling resident memory; returns the last sample.
@@ -159,32 +178,30 @@ class Keeper:
             last_rss_bytes=rss,
             log_path=self.record.log_path,
         )
-        state.append_history(end)
+        # A full disk loses the line of history; it must not keep the RPC servers, or the record, alive.
+        with contextlib.suppress(LauncherError):
+            state.append_history(end)
         self._end_rpc()
-        if wanted:
-            state.forget(self.record)
-        else:
-            self.record = state.update(self.record, state="failed", rpc_servers=())
+        with contextlib.suppress(LauncherError):
+            if wanted:
+                state.forget(self.record)
+            else:
+                self.record = state.update(self.record, state="failed", rpc_servers=())
 
     def _end_rpc(self) -> None:
-        for child in self.children:
-            if child.poll() is None:
-                child.terminate()
-        for child in self.children:
-            try:
-                child.wait(timeout=3)
-            except subprocess.TimeoutExpired:
-                child.kill()
-                child.wait()
+        rpc_room.end(self.children)
 
     def _say(self, word: dict[str, object]) -> None:
         # The command line may be gone already; that is no reason to end the server.
+        word_fd, self.word_fd = self.word_fd, -1
+        if word_fd < 0:
+            return
         with contextlib.suppress(BrokenPipeError):
-            os.write(self.word_fd, json.dumps(word).encode())
-        os.close(self.word_fd)
+            os.write(word_fd, json.dumps(word).encode())
+        os.close(word_fd)
 
     def _log(self, text: str) -> None:
-        with Path(self.record.log_path).open("ab") as log:
+        with contextlib.suppress(OSError), Path(self.record.log_path).open("ab") as log:
             log.write(f"launcher: {text}\n".encode())
 
 

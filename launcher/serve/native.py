@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import select
 import signal
 import subprocess
@@ -21,13 +22,14 @@ from types import FrameType
 import psutil
 
 import launcher
-from launcher.errors import EngineFailed, LauncherError, Refused
+from launcher.errors import EngineFailed, Refused
 from launcher.serve import state
 from launcher.serve.ports import free_port, port_free
 from launcher.serve.rpc import RpcSpawn, rpc_servers
 from launcher.structs import Launch, ProcessId, RunEnd, RunRecord
 
 _KEEP_LOGS = 10
+_STILL_S = 2.0
 _HANDED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 # Keepers that this process started: held to be waited for, else each would stay a zombie while we live.
 _keepers: list[subprocess.Popen[bytes]] = []
@@ -51,8 +53,10 @@ def start(launch: Launch, slug_name: str, *, rpc: RpcSpawn | None = None, sample
             f"{slug_name} runs already (pid {pid}, port {before.port})",
             fix=f"launcher stop {slug_name}",
         )
+    for other in state.records():
+        if not live(other):
+            end_rpc(other.rpc_servers)  # left by a keeper that was killed; they hold memory whatever slug they served
     if before is not None:
-        end_rpc(before.rpc_servers)  # left by a keeper that was killed
         state.marker_path(slug_name).unlink(missing_ok=True)
     if not port_free(launch.host, launch.port):
         raise Refused(
@@ -77,10 +81,10 @@ def start(launch: Launch, slug_name: str, *, rpc: RpcSpawn | None = None, sample
         state="starting",
         started_at=now,
     )
-    state.write(record)
     try:
+        state.write(record)
         return _keep(record, launch, rpc, sample_s)
-    except (KeyboardInterrupt, LauncherError):
+    except BaseException:
         stop(record)
         raise
 
@@ -101,16 +105,7 @@ def _keep(record: RunRecord, launch: Launch, rpc: RpcSpawn | None, sample_s: flo
         state.write_json(request, document)  # owner only, and the keeper removes it: it holds the environment
         package = str(Path(launcher.__file__).parent.parent)
         env = os.environ | {"PYTHONPATH": os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])}
-        with Path(record.log_path).open("ab") as log:
-            keeper = subprocess.Popen(
-                [sys.executable, "-m", "launcher.serve.keeper", str(request)],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=env,
-                pass_fds=(write_end,),
-                start_new_session=True,
-            )
+        keeper = _spawn_keeper(record, request, env, write_end)
         _keepers.append(keeper)
         os.close(write_end)
         write_end = -1
@@ -127,6 +122,28 @@ def _keep(record: RunRecord, launch: Launch, rpc: RpcSpawn | None, sample_s: flo
         if write_end >= 0:
             os.close(write_end)
         request.unlink(missing_ok=True)
+
+
+def _spawn_keeper(record: RunRecord, request: Path, env: dict[str, str], word_fd: int) -> subprocess.Popen[bytes]:
+    try:
+        with Path(record.log_path).open("ab") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "launcher.serve.keeper", str(request)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=env,
+                pass_fds=(word_fd,),
+                start_new_session=True,
+            )
+    except OSError as error:
+        if error.filename == record.log_path:
+            raise state.unwritable(Path(record.log_path), error) from error
+        raise EngineFailed(
+            "keeper-died",
+            f"the process that keeps {record.slug} cannot be started: {error.strerror or error}",
+            fix="ulimit -u; free -h     # processes that a user may have, memory; then try again",
+        ) from error
 
 
 def _hear(record: RunRecord, read_end: int) -> RunRecord:
@@ -146,17 +163,19 @@ def _hear(record: RunRecord, read_end: int) -> RunRecord:
         )
     word = json.loads(said)
     if "error" in word:
-        raise EngineFailed(
-            word["error"], word["message"], fix=word["fix"], context=word["context"] or tail(record.log_path)
-        )
+        kind = Refused if word["error"].startswith("state-") else EngineFailed
+        raise kind(word["error"], word["message"], fix=word["fix"], context=word["context"] or tail(record.log_path))
     return state.read(record.slug) or record
 
 
 def _new_log(slug_name: str, now: float) -> Path:
     stem = state.stem(slug_name)
-    for old in sorted(state.logs_dir().glob(f"{stem}-2*.log"))[: -_KEEP_LOGS + 1]:
-        old.unlink(missing_ok=True)
-        old.with_suffix(".rpc.log").unlink(missing_ok=True)
+    # The whole name: `qwen-2...` also begins the logs of a slug that is called `qwen-235b`.
+    own = re.compile(re.escape(stem) + r"-\d{8}T\d{6}_\d{3}\.log")
+    for old in sorted(p for p in state.logs_dir().iterdir() if own.fullmatch(p.name))[: -_KEEP_LOGS + 1]:
+        with contextlib.suppress(OSError):
+            old.unlink(missing_ok=True)
+            old.with_suffix(".rpc.log").unlink(missing_ok=True)
     stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime(now)) + f"{now % 1:.3f}"[1:].replace(".", "_")
     return state.logs_dir() / f"{stem}-{stamp}.log"
 
@@ -172,8 +191,10 @@ def stop(record: RunRecord, grace_s: float = 20.0) -> RunEnd | None:
     stored = state.read(record.slug)
     if stored is not None and stored.started_at == record.started_at:
         record = stored
+    # Without room on the disk a server must still end: what cannot be written down is left out.
     if live(record):
-        state.ask_stop(record)
+        with contextlib.suppress(Refused):
+            state.ask_stop(record)
     if record.server is None and alive(record.keeper):
         _signal(record.keeper, signal.SIGTERM)
         _gone(record.keeper, grace_s)
@@ -198,14 +219,27 @@ def stop(record: RunRecord, grace_s: float = 20.0) -> RunEnd | None:
             last_rss_bytes=last_rss,
             log_path=record.log_path,
         )
-        state.append_history(end)
-    state.forget(record)
+        with contextlib.suppress(Refused):
+            state.append_history(end)
+    with contextlib.suppress(Refused):
+        state.forget(record)
     return end
 
 
 def end_group(leader: ProcessId | None, grace_s: float) -> None:
-    """SIGTERM to a process and its group, wait, SIGKILL, wait. Only while (pid, create time) match."""
-    if _signal(leader, signal.SIGTERM) and not _gone(leader, grace_s):
+    """SIGTERM to a process and its group, wait, SIGKILL, wait. Only while (pid, create time) match.
+
+    The patience ends early for one that stands still: told to end with a request in flight, llama-server answers no
+    more and waits until that client hangs up. A Ctrl-C ends it too, not the stopping: SIGKILL at once.
+    """
+    if not _signal(leader, signal.SIGTERM):
+        return
+    try:
+        gone = _gone(leader, grace_s, still_s=_STILL_S)
+    except KeyboardInterrupt:
+        _signal(leader, signal.SIGKILL)
+        raise
+    if not gone:
         _signal(leader, signal.SIGKILL)
         _gone(leader, 10.0)
 
@@ -242,15 +276,28 @@ def _signal(process: ProcessId | None, number: signal.Signals) -> bool:
     return True
 
 
-def _gone(process: ProcessId | None, patience_s: float) -> bool:
-    deadline = time.monotonic() + patience_s
+def _gone(process: ProcessId | None, patience_s: float, still_s: float | None = None) -> bool:
+    """Wait for an end; False after patience_s, or after still_s without a tenth of a second of processor time."""
+    now = time.monotonic()
+    deadline, moved_at, moved_to = now + patience_s, now, _cpu_s(process)
     pause = 0.01
     while alive(process):
-        if time.monotonic() > deadline:
+        now, cpu = time.monotonic(), _cpu_s(process)
+        if cpu - moved_to >= 0.1:
+            moved_at, moved_to = now, cpu
+        if now > deadline or (still_s is not None and now - moved_at > still_s):
             return False
         time.sleep(pause)
         pause = min(pause * 1.5, 0.2)
     return True
+
+
+def _cpu_s(process: ProcessId | None) -> float:
+    found = state.proc(process)
+    with contextlib.suppress(psutil.Error):
+        times = found.cpu_times() if found else None
+        return float(times.user + times.system) if times else 0.0
+    return 0.0
 
 
 def resident_bytes(process: ProcessId | None) -> int | None:
@@ -288,24 +335,34 @@ def exec_foreground(launch: Launch, *, rpc: RpcSpawn | None = None) -> int:
     if rpc is None:
         sys.stdout.flush()
         sys.stderr.flush()
+        for name in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and an exec would hand that on
+            signal.signal(name, signal.SIG_DFL)
         try:
             os.execve(launch.argv[0], launch.argv, dict(launch.env))
         except OSError as error:
             raise _no_start(launch.argv[0], error) from error
     children: list[subprocess.Popen[bytes]] = []
+    held: list[int] = []
+    spawning = False
 
     def hand_on(number: int, _frame: FrameType | None) -> None:
-        if not children:
+        if children:
+            children[0].send_signal(number)
+        elif spawning:
+            held.append(number)  # leaving now would leave a server that nobody knows yet
+        else:
             sys.exit(128 + number)
-        children[0].send_signal(number)
 
     before = {name: signal.signal(name, hand_on) for name in _HANDED_ON}
     try:
         with rpc_servers(rpc, launch.env):
+            spawning = True
             # A session of its own: Ctrl-C reaches it through us alone, a second one would cut its clean-up short.
             children.append(
                 subprocess.Popen(launch.argv, env=dict(launch.env), stdin=subprocess.DEVNULL, start_new_session=True)
             )
+            for number in held:
+                children[0].send_signal(number)
             code = children[0].wait()
     except OSError as error:
         raise _no_start(launch.argv[0], error) from error

@@ -7,6 +7,7 @@ of its refusal in docs/errors.md; an open one has the name of what was looked at
 from __future__ import annotations
 
 import contextlib
+import errno
 import ipaddress
 import re
 from collections.abc import Iterable, Iterator
@@ -16,8 +17,10 @@ from pathlib import Path
 import psutil
 
 from launcher.errors import LauncherError, Refused
+from launcher.facts import rpc
+from launcher.facts.paths import state_dir
 from launcher.serve import argv as command_line
-from launcher.serve import ports
+from launcher.serve import ports, state
 from launcher.structs import (
     DevicePlan,
     Engine,
@@ -46,20 +49,30 @@ _WSL_PINNED_SHARE = 0.45
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PortOwner:
-    """Who holds a port; pid and name are None when that process belongs to another user."""
+    """Who holds a port; pid and name are None when that process belongs to another user.
+
+    problem  why nobody can listen there, whoever else does: no address of this machine, a port for root only
+    """
 
     host: str
     port: int
     pid: int | None
     name: str | None
     free_port: int
+    problem: str | None = None
 
 
 def port_owner(host: str, port: int) -> PortOwner | None:
     """Who holds the port that a server wants, None when a bind to it works now."""
-    if ports.port_free(host, port):
+    error = ports.bind_error(host, port)
+    if error is None:
         return None
-    pid = next((pid for pid in ports.listeners(host, port) if pid is not None), None)
+    if error.errno != errno.EADDRINUSE:
+        why = error.strerror or str(error)
+        return PortOwner(
+            host=host, port=port, pid=None, name=None, free_port=port if 1024 <= port < 65536 else 8080, problem=why
+        )
+    pid = ports.holder(host, port)
     name = None
     if pid is not None:
         with contextlib.suppress(psutil.Error):
@@ -104,6 +117,8 @@ def gates(
             short = f"{plan.refusal.where} is short by {mib(plan.refusal.short_bytes)} MiB"
             found.append(Gate(name="does-not-fit", ok=False, detail=short, fix=way_out(plan)))
     found.append(_port(port_owner, own_running))
+    found += _rpc_ports(slug, plan, own_running)
+    found += _state()
     found += _notes(slug, plan, inventory, host, swap_bytes)
     return tuple(found)
 
@@ -289,17 +304,54 @@ def _rules(plan: Plan, header: ModelHeader) -> Gate:
     return Gate(name="rules", ok=True, detail=f"{len(plan.rules)} rules put every tensor where the plan says")
 
 
+def _rpc_ports(slug: Slug | None, plan: Plan | None, own_running: tuple[RunRecord, ...]) -> Iterator[Gate]:
+    """Closed where an RPC server of ours could not listen: found later, a server that works would be gone already."""
+    if slug is None or slug.rpc is None or not slug.rpc.spawn or plan is None:
+        return
+    leaving = {endpoint for record in own_running for endpoint in record.rpc_endpoints}
+    for endpoint in dict.fromkeys(d.device.endpoint for d in plan.devices if d.device.endpoint):
+        owner = None if endpoint in leaving else port_owner(*rpc.split(endpoint))
+        if owner is not None:
+            who = owner.problem or _who(owner)
+            yield Gate(
+                name="rpc-port-busy",
+                ok=False,
+                detail=f"the RPC server for {endpoint} cannot start: its port is held by {who}",
+                fix=f"end that process, or name other ports under rpc.hosts in {slug.path}",
+            )
+
+
+def _state() -> Iterator[Gate]:
+    """Closed where a run could not be written down: nobody would find the server, or see how it ended."""
+    if what := state.problem():
+        fix = f"make room (df -h {state_dir()}), or LAUNCHER_HOME=/a/folder/of/yours"
+        yield Gate(name="state-unwritable", ok=False, detail=what, fix=fix)
+
+
 def _port(owner: PortOwner | None, own_running: tuple[RunRecord, ...]) -> Gate:
     if owner is None:
         return Gate(name="port", ok=True, detail="the port is free")
+    if owner.problem:
+        what = f"nothing can listen on {owner.host}:{owner.port}: {owner.problem}"
+        return Gate(
+            name="address-unusable", ok=False, detail=what, fix=f"add --host 127.0.0.1 --port {owner.free_port}"
+        )
     ours = next((r for r in own_running if r.server is not None and r.server.pid == owner.pid), None)
     if ours is not None:
         detail = f"port {owner.port} belongs to {ours.slug} (pid {owner.pid}), which is stopped first"
         return Gate(name="port", ok=True, note=True, detail=detail)
-    who = f"{owner.name} (pid {owner.pid})" if owner.pid else "a process of another user"
     return Gate(
-        name="port-busy", ok=False, detail=f"port {owner.port} is held by {who}", fix=f"add --port {owner.free_port}"
+        name="port-busy",
+        ok=False,
+        detail=f"port {owner.port} is held by {_who(owner)}",
+        fix=f"add --port {owner.free_port}",
     )
+
+
+def _who(owner: PortOwner) -> str:
+    if owner.pid:
+        return f"{owner.name} (pid {owner.pid})"
+    return "a process of another user, or by a connection that is closing"
 
 
 def _notes(

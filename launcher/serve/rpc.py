@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import IO
 
 from launcher.errors import DeviceUnusable, EngineFailed
 from launcher.facts import rpc as endpoints
-from launcher.serve.ports import port_free
+from launcher.serve import ports
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,14 +32,16 @@ def spawn_rpc(
     log: IO[bytes] | int,
     *,
     cancelled: Callable[[], bool] = lambda: False,
+    spawned: Callable[[subprocess.Popen[bytes]], None] = lambda _child: None,
 ) -> subprocess.Popen[bytes]:
     """Start one RPC server that lends this machine's CPU and memory, and wait until it takes connections.
 
-    Raises EngineFailed (rpc-start) when it does not start or its port is taken.
+    spawned  is told of the process as soon as there is one, before it listens
+    Raises EngineFailed (rpc-start) when it does not start or its port is taken, and what `spawned` raises.
     """
     address, port = endpoints.split(host)
     fix = "choose other ports in the slug's rpc.hosts, or end the process that holds this one"
-    if not port_free(address, port):
+    if not ports.port_free(address, port):
         raise EngineFailed("rpc-start", f"port {port} for an RPC server is taken", fix=fix)
     argv = [rpc.server_path, "-H", address, "-p", str(port), "-d", "CPU", "-t", str(rpc.threads)]
     try:
@@ -48,22 +52,35 @@ def spawn_rpc(
         message = f"cannot start {rpc.server_path}: {error.strerror}"
         raise EngineFailed("rpc-start", message, fix="launcher engine install") from error
     try:
+        spawned(child)
         deadline = time.monotonic() + 15
         while time.monotonic() < deadline and child.poll() is None and not cancelled():
             with contextlib.suppress(DeviceUnusable):
                 endpoints.check(host, timeout_s=5)
-                return child
+                if child.pid in ports.listeners(address, port):  # somebody else may have been faster
+                    return child
             time.sleep(0.02)
     except BaseException:
-        child.kill()
-        child.wait()
+        end((child,), grace_s=0)
         raise
     code = child.poll()
-    if code is None:
-        child.kill()
-        child.wait()
+    end((child,), grace_s=0)
     what = "does not take connections" if code is None else f"ended with exit code {code}"
     raise EngineFailed("rpc-start", f"the RPC server on {host} {what}", fix=fix)
+
+
+def end(children: Iterable[subprocess.Popen[bytes]], grace_s: float = 3.0) -> None:
+    """End RPC servers of ours with all that they started (the program may be a script): told first, then killed."""
+    running = [child for child in children if child.poll() is None]
+    if grace_s:
+        for child in running:
+            os.killpg(child.pid, signal.SIGTERM)  # not waited for yet, so the pid is still its own
+    for child in running:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(timeout=grace_s)
+        if child.returncode is None:
+            os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
 
 
 @contextlib.contextmanager
@@ -75,11 +92,4 @@ def rpc_servers(rpc: RpcSpawn, env: Mapping[str, str]) -> Iterator[None]:
             children.append(spawn_rpc(rpc, host, env, subprocess.DEVNULL))
         yield
     finally:
-        for child in children:
-            child.terminate()
-        for child in children:
-            try:
-                child.wait(timeout=3)
-            except subprocess.TimeoutExpired:
-                child.kill()
-                child.wait()
+        end(children)

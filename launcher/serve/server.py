@@ -108,6 +108,15 @@ def api_key(record: RunRecord) -> str | None:
     return (os.environ.get("LLAMA_API_KEY") or "").split(",")[0] or None
 
 
+def said_something(reply: Mapping[str, Any]) -> bool:
+    """Whether a chat reply holds at least one token or one letter; whatever is no chat reply says nothing."""
+    usage = reply.get("usage")
+    try:
+        return bool(isinstance(usage, Mapping) and usage.get("completion_tokens")) or bool(answer_text(reply))
+    except (KeyError, IndexError, TypeError, AttributeError):
+        return False
+
+
 def answer_text(reply: Mapping[str, Any]) -> str:
     """Text of a chat reply: its content, or what it thought when it got no further."""
     message = reply["choices"][0]["message"]

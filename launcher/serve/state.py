@@ -5,12 +5,14 @@
     state/history.jsonl      how each ended, one line, appended
     state/logs/  state/locks/
 
-Files are replaced whole, so a reader never sees half a record. Nothing here starts or ends a process.
+Files are replaced whole, so a reader never sees half a record. Nothing here starts or ends a process. What cannot be
+written or is another user's is Refused (state-unwritable, state-not-ours), never taken for "nothing runs".
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -24,15 +26,17 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import psutil
-
-from launcher.errors import Locked
+from launcher.errors import Locked, Refused
 from launcher.facts.paths import state_dir
+from launcher.serve.process import alive as alive
+from launcher.serve.process import identify as identify
+from launcher.serve.process import proc as proc
 from launcher.structs import ProcessId, RunEnd, RunRecord
+from launcher.units import MIB, human
 
 SCHEMA = 1
-# psutil derives create_time from the boot time, which moves by a second when the clock is adjusted.
-_CLOCK_SLACK_S = 2.0
+# A load prints up to a MiB; a log that cannot grow would hide why an engine failed.
+_ROOM_BYTES = 16 * MIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,8 +78,34 @@ def history_path() -> Path:
 
 
 def _made(path: Path) -> Path:
-    path.mkdir(parents=True, exist_ok=True)
+    with _writing(path):
+        path.mkdir(parents=True, exist_ok=True)
     return path
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """A failed write as a refusal: a full disk, a read-only one and another user's folder are no bugs of ours."""
+    try:
+        yield
+    except OSError as error:
+        raise unwritable(path, error) from error
+
+
+def unwritable(path: Path, error: OSError) -> Refused:
+    """The refusal for a file of ours that cannot be written."""
+    fix = "LAUNCHER_HOME=/a/folder/of/yours/with/room, or: df -h " + str(state_dir())
+    return Refused("state-unwritable", f"cannot write {path}: {error.strerror or error}", fix=fix)
+
+
+def problem() -> str:
+    """Why a run could not be recorded here, empty when it can. Looks, and writes nothing."""
+    folder = next(p for p in (state_dir(), *state_dir().parents) if p.exists())
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        return f"{folder} cannot be written"
+    room = os.statvfs(folder)
+    free = room.f_bavail * room.f_frsize
+    return f"only {human(free)} are free for records and logs in {folder}" if free < _ROOM_BYTES else ""
 
 
 def stem(slug: str) -> str:
@@ -86,32 +116,7 @@ def stem(slug: str) -> str:
     return safe
 
 
-# ---------------------------------------------------------------------------------------- processes
-
-
-def identify(pid: int) -> ProcessId | None:
-    """Identity of a running process, None when it is gone."""
-    try:
-        return ProcessId(pid=pid, create_time=psutil.Process(pid).create_time())
-    except (psutil.NoSuchProcess, psutil.AccessDenied):
-        return None
-
-
-def alive(process: ProcessId | None) -> bool:
-    """Whether exactly this process still runs; one that ended and was not yet waited for does not."""
-    return proc(process) is not None
-
-
-def proc(process: ProcessId | None) -> psutil.Process | None:
-    """The process behind an identity, None when it is gone or its pid belongs to another one now."""
-    if process is None:
-        return None
-    try:
-        found = psutil.Process(process.pid)
-        same = abs(found.create_time() - process.create_time) < _CLOCK_SLACK_S
-        return found if same and found.status() != psutil.STATUS_ZOMBIE else None
-    except (psutil.NoSuchProcess, psutil.AccessDenied):
-        return None
+# ------------------------------------------------------------------------------------------ records
 
 
 def live(record: RunRecord) -> bool:
@@ -121,22 +126,27 @@ def live(record: RunRecord) -> bool:
     return record.state == "starting" and alive(record.keeper)
 
 
-# ------------------------------------------------------------------------------------------ records
-
-
 def write_json(path: Path, document: object, mode: int = 0o600) -> None:
-    """Replace a file by a JSON document in one step. Records hold paths and arguments: for the owner only."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as out:
-            json.dump(document, out, indent=1)
-            out.flush()
-            os.fsync(out.fileno())
-        Path(name).chmod(mode)
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    """Replace a file by a JSON document in one step. Records hold paths and arguments: for the owner only.
+
+    Raises Refused (state-unwritable); the file is as it was then.
+    """
+    with _writing(path):
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(handle, "wb", buffering=0) as out:
+                _write_all(out.fileno(), json.dumps(document, indent=1).encode())
+                os.fsync(out.fileno())
+            Path(name).chmod(mode)
+            Path(name).replace(path)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
+
+
+def _write_all(handle: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(handle, data) :]
 
 
 def record_path(slug: str) -> Path:
@@ -157,7 +167,15 @@ def from_dict(document: object) -> RunRecord:
     fields = {k: v for k, v in document.items() if k in RunRecord.__dataclass_fields__}
 
     def identity(value: Mapping[str, Any] | None) -> ProcessId | None:
-        return None if value is None else ProcessId(pid=int(value["pid"]), create_time=float(value["create_time"]))
+        if value is None:
+            return None
+        ticks, boot = value.get("start_ticks"), value.get("boot_id")
+        return ProcessId(
+            pid=int(value["pid"]),
+            create_time=float(value["create_time"]),
+            start_ticks=None if ticks is None else int(ticks),
+            boot_id=None if boot is None else str(boot),
+        )
 
     fields["server"] = identity(fields["server"])
     fields["keeper"] = identity(fields["keeper"])
@@ -173,15 +191,25 @@ def write(record: RunRecord) -> None:
 
 
 def read(slug: str) -> RunRecord | None:
-    """The record of a slug, None when there is none or it cannot be read."""
+    """The record of a slug, None when there is none or it is damaged. Raises Refused (state-not-ours)."""
     return _read(record_path(slug))
 
 
 def _read(path: Path) -> RunRecord | None:
     try:
         return from_dict(json.loads(path.read_text(encoding="utf-8")))
+    except PermissionError as error:
+        raise _not_ours(path) from error
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def _not_ours(path: Path) -> Refused:
+    return Refused(
+        "state-not-ours",
+        f"{path} belongs to another user: what runs from here is not ours to see or to stop",
+        fix="set LAUNCHER_HOME to a folder of your own, or ask as that user",
+    )
 
 
 def update(record: RunRecord, **changes: Any) -> RunRecord:
@@ -199,12 +227,16 @@ def update(record: RunRecord, **changes: Any) -> RunRecord:
 
 
 def forget(record: RunRecord) -> None:
-    """Drop the record of a run and its stop marker; an other run of the same slug is left alone."""
+    """Drop the record of a run and its stop marker; an other run of the same slug is left alone.
+
+    Raises Refused (state-unwritable).
+    """
     with _held(locks_dir() / f"record-{stem(record.slug)}.lock"):
         stored = read(record.slug)
         if stored is None or stored.started_at == record.started_at:
-            record_path(record.slug).unlink(missing_ok=True)
-            marker_path(record.slug).unlink(missing_ok=True)
+            with _writing(record_path(record.slug)):
+                record_path(record.slug).unlink(missing_ok=True)
+                marker_path(record.slug).unlink(missing_ok=True)
 
 
 def records() -> tuple[RunRecord, ...]:
@@ -265,13 +297,15 @@ def stop_asked(record: RunRecord) -> str | None:
 
 
 def append_history(end: RunEnd) -> None:
-    """Add one line; a line is one write, so that two keepers do not mix theirs."""
+    """Add one line; a line is one write, so that two keepers do not mix theirs. Raises Refused (state-unwritable)."""
     line = json.dumps({"schema_version": SCHEMA, **asdict(end)}) + "\n"
-    handle = os.open(history_path(), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-    try:
-        os.write(handle, line.encode())
-    finally:
-        os.close(handle)
+    path = history_path()
+    with _writing(path):
+        handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            os.write(handle, line.encode())
+        finally:
+            os.close(handle)
 
 
 def history() -> tuple[RunEnd, ...]:
@@ -280,6 +314,8 @@ def history() -> tuple[RunEnd, ...]:
         lines = history_path().read_text(encoding="utf-8", errors="replace").splitlines()
     except FileNotFoundError:
         return ()
+    except PermissionError as error:
+        raise _not_ours(history_path()) from error
     ends = []
     for line in lines:
         with contextlib.suppress(ValueError, TypeError):
@@ -302,25 +338,42 @@ def lock(name: str, holder_text: str = "") -> Iterator[None]:
     """Hold an exclusive lock of that name; the kernel lets go of it when we die, however that happens.
 
     The descriptor is not inherited by children: an engine that outlives us does not hold it.
-    Raises Locked (id locked) at once, naming pid and command of the holder.
+    Raises Locked (id locked) at once, naming pid and command of the holder; Refused (state-unwritable).
     """
     path = locks_dir() / f"{stem(name)}.lock"
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    handle = _open_lock(path)
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise _locked(name, path) from None
-        os.ftruncate(handle, 0)
-        os.pwrite(handle, json.dumps({"pid": os.getpid(), "command": holder_text or _own_command()}).encode(), 0)
+        _sign(handle, json.dumps({"pid": os.getpid(), "command": holder_text or _own_command()}))
         try:
             yield
         finally:
-            os.ftruncate(handle, 0)
+            _sign(handle, "")
             # Said, not left to close(): a child between fork and exec still has the descriptor.
             fcntl.flock(handle, fcntl.LOCK_UN)
     finally:
         os.close(handle)
+
+
+def _open_lock(path: Path) -> int:
+    """The lock file; one that is there serves on a full or read-only disk too, so that `stop` works there."""
+    with _writing(path):
+        try:
+            return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            if error.errno not in (errno.EROFS, errno.ENOSPC, errno.EDQUOT) or not path.exists():
+                raise
+            return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+
+def _sign(handle: int, text: str) -> None:
+    # Who holds it is told to others only: without room for the name the lock holds all the same.
+    with contextlib.suppress(OSError):
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, text.encode(), 0)
 
 
 def _locked(name: str, path: Path) -> Locked:
@@ -341,8 +394,8 @@ def _locked(name: str, path: Path) -> Locked:
 
 @contextlib.contextmanager
 def _held(path: Path) -> Iterator[None]:
-    """A short wait-for-it lock around a read-change-write."""
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    """A short wait-for-it lock around a read-change-write. Raises Refused (state-unwritable)."""
+    handle = _open_lock(path)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield
@@ -351,4 +404,5 @@ def _held(path: Path) -> Iterator[None]:
 
 
 def _own_command() -> str:
-    return " ".join([Path(sys.argv[0]).name or "python", *sys.argv[1:]])
+    name = Path(sys.argv[0]).name or "python"
+    return " ".join(["launcher" if name == "__main__.py" else name, *sys.argv[1:]])

@@ -74,9 +74,10 @@ def wait_ready(
             if status:
                 watch.stage = "loading"
         watch.stage = "checking"
-        _check_port(record)
-        _check_alias(record, client)
+        watch.unless_gone(_check_port, record)
+        watch.unless_gone(_check_alias, record, client)
         watch.answer()
+        watch.unless_gone(_check_port, record)  # whoever came meanwhile may be the one that answered
     return state.update(record, state="ready", ready_at=time.time())
 
 
@@ -116,16 +117,27 @@ class _Watch:
             yield
             time.sleep(self.tick_s)
 
+    def unless_gone(self, check: Callable[..., None], *what: object) -> None:
+        """A check whose failure means nothing when the server has ended meanwhile: that is what is told then."""
+        try:
+            check(*what)
+        except EngineFailed:
+            for _ in range(20):
+                if not native.live(self.record):
+                    raise exited(self.record, self.stage, self.plan) from None
+                time.sleep(0.05)
+            raise
+
     def answer(self) -> None:
         """One short completion, watched like the load: the first one may have to fault in a whole model."""
-        box: list[dict[str, object] | httpx.HTTPError] = []
+        box: list[dict[str, object] | httpx.HTTPError | ValueError | TypeError] = []
 
         def ask() -> None:
             with server.client_of(self.record, timeout_s=None) as client:
                 try:
                     messages = [{"role": "user", "content": "Say hi."}]
                     box.append(client.chat(messages, max_tokens=_ANSWER_TOKENS, temperature=0.0, cache_prompt=False))
-                except httpx.HTTPError as error:
+                except (httpx.HTTPError, ValueError, TypeError) as error:
                     box.append(error)
 
         asking = threading.Thread(target=ask, daemon=True)
@@ -135,14 +147,12 @@ class _Watch:
             if not asking.is_alive():
                 break
         reply = box[0] if box else httpx.HTTPError("no reply")
-        if isinstance(reply, httpx.HTTPError):
+        if isinstance(reply, Exception):
             if not native.live(self.record):
                 raise exited(self.record, self.stage, self.plan)
             body = reply.response.text[:300] if isinstance(reply, httpx.HTTPStatusError) else str(reply)
             raise self._no_answer(f"the first question failed: {body}")
-        usage = reply.get("usage")
-        tokens = usage.get("completion_tokens", 0) if isinstance(usage, dict) else 0
-        if not tokens and not server.answer_text(reply):
+        if not server.said_something(reply):
             raise self._no_answer("the first question got an empty answer")
 
     def _signs(self) -> Signs:

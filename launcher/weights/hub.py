@@ -11,6 +11,7 @@ import difflib
 import hashlib
 import json
 import os
+import shlex
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -93,7 +94,7 @@ def setup(slug: Slug, *, progress: Progress = quiet, verify_only: bool = False) 
     files = tuple(_bring(slug.model.repo, far, path, again, progress) for far, path in jobs)
     bad = [f for f in files if f.check == Check.FAILED]
     if bad:
-        names = " ".join(f.path for f in bad)
+        names = shlex.join(f.path for f in bad)
         lines = [f"{f.path}: sha256 {f.sha256} is not the published one" for f in bad]
         what = f"{len(bad)} of {len(files)} files have the right size but other content than was published"
         raise DownloadFailed("hash-mismatch", what, context="\n".join(lines), fix=f"rm {names}; {again}")

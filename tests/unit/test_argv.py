@@ -224,3 +224,16 @@ def test_the_dry_run_differs_in_fit_log_and_address_only() -> None:
     changed = [(a, b) for a, b in zip(real.argv, dry, strict=False) if a != b]
     assert changed == [("0.0.0.0", "127.0.0.1"), ("8030", "40404"), ("off", "on")]
     assert dry[len(real.argv) :] == ("--log-jsonl",)
+
+
+def test_cpu_rpc_devices_wait_without_spinning_unless_a_person_said_how() -> None:
+    """They take turns with the engine on the same cores; cards and their host threads are left as they are."""
+    on_cpu = plan(rpc_device(0, 50052), rpc_device(1, 50053))
+
+    def said(p: Plan, **base: str) -> str | None:
+        return argv.environment(p, base_env=base, empty_config="/e")[1].get("OMP_WAIT_POLICY")
+
+    assert said(on_cpu) == "passive"
+    assert said(on_cpu, OMP_WAIT_POLICY="active") is None
+    assert said(on_cpu, GOMP_SPINCOUNT="1000") is None
+    assert said(plan(card())) is None

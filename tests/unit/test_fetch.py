@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -177,3 +178,80 @@ def test_a_killed_process_leaves_a_part_that_the_next_one_uses(web: FileServer, 
     assert kept > 1_000_000
     assert fetch.download(web.url("/f"), tmp_path / "f", again=AGAIN, size_bytes=len(BODY)) == SHA
     assert web.seen[-1].headers["range"] == f"bytes={kept}-"
+
+
+def test_a_full_disk_is_told_and_keeps_what_came(web: FileServer, tmp_path: Path) -> None:
+    """On a real full disk: a page cache would hide it until the file is closed."""
+    web.routes["/f"] = Route(body=BODY, etag='"v1"')
+    code = (
+        "import sys; from pathlib import Path\n"
+        "from launcher.errors import DownloadFailed; from launcher.facts import fetch\n"
+        "try:\n    fetch.download(sys.argv[1], Path(sys.argv[2]) / 'f', again='x', size_bytes=int(sys.argv[3]))\n"
+        "except DownloadFailed as error:\n    print(error.reference, error.exit_code, error.context)"
+    )
+    unshare = ["unshare", "--user", "--map-root-user", "--mount", "--propagation", "private"]
+    if subprocess.run([*unshare, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no user namespaces here")
+    script = 'mount -t tmpfs -o size=1m tmpfs "$1"; exec "$2" -c "$3" "$4" "$1" "$5"'
+    words = [str(tmp_path), sys.executable, code, web.url("/f"), str(len(BODY))]
+    done = subprocess.run([*unshare, "sh", "-ec", script, "sh", *words], capture_output=True, text=True, check=False)
+    assert re.match(r"disk-full 11 1,0\d\d,\d{3} of 3,000,000 bytes are kept in ", done.stdout), done.stderr
+
+
+def test_a_folder_that_cannot_be_written_is_a_refusal(web: FileServer, tmp_path: Path) -> None:
+    (tmp_path / "models").write_text("a file in the way")
+    with pytest.raises(DownloadFailed) as failed:
+        fetch.download(web.url("/f"), tmp_path / "models" / "deep" / "f", again=AGAIN)
+    assert failed.value.reference == "disk-unwritable"
+    assert AGAIN in failed.value.fix
+    assert web.seen == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "why"),
+    [
+        ("ALL_PROXY", "socks5://127.0.0.1:1080", "socks"),
+        ("HTTPS_PROXY", "foo://127.0.0.1:3128", "foo"),
+        ("http_proxy", "http://[::1", "http_proxy"),
+    ],
+)
+def test_a_proxy_that_cannot_be_used_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str, why: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    for ask in (
+        lambda: fetch.download("http://192.0.2.1/f", tmp_path / "f", again=AGAIN),
+        lambda: fetch.get_page("http://192.0.2.1/f", again=AGAIN, accept="*/*"),
+    ):
+        with pytest.raises(DownloadFailed) as failed:
+            ask()
+        assert failed.value.reference == "proxy-unusable"
+        assert name in failed.value.message
+        assert why in failed.value.message
+        assert AGAIN in failed.value.fix
+
+
+def test_a_proxy_of_the_environment_is_used(web: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_PROXY", "")
+    monkeypatch.setenv("HTTP_PROXY", web.url(""))
+    web.routes["http://models.invalid/f"] = Route(body=BODY)
+    assert fetch.download("http://models.invalid/f", tmp_path / "f", again=AGAIN) == SHA
+
+
+def test_a_redirect_to_nonsense_is_a_refusal(web: FileServer, tmp_path: Path) -> None:
+    web.routes["/f"] = Route(location="http://[")
+    with pytest.raises(DownloadFailed) as failed:
+        fetch.download(web.url("/f"), tmp_path / "f", again=AGAIN)
+    assert failed.value.reference in ("download-refused", "download-failed")
+
+
+def test_what_lies_there_is_read_again_visibly(web: FileServer, tmp_path: Path) -> None:
+    (tmp_path / "f.part").write_bytes(BODY[:2_000_000])
+    web.routes["/f"] = Route(body=BODY)
+    bar, progress = recorder()
+    fetch.download(
+        web.url("/f"), tmp_path / "f", again=AGAIN, size_bytes=len(BODY), sha256=SHA, stage="download f",
+        progress=progress,
+    )  # fmt: skip
+    assert bar[0] == ("reread f", 2_000_000, 2_000_000)
+    assert bar[1] == ("download f", 2_000_000, len(BODY))

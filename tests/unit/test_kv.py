@@ -212,14 +212,20 @@ def test_a_linear_attention_layer_is_known_by_its_convolution() -> None:
 
     def shape(arch: str, **keys: int) -> ModelShape:
         meta = {f"{arch}.{k}": v for k, v in keys.items()} | {"general.architecture": arch, f"{arch}.block_count": 2}
-        meta |= {f"{arch}.embedding_length": 1024, f"{arch}.attention.head_count": 8, f"{arch}.attention.head_count_kv": 2}
+        meta |= {
+            f"{arch}.embedding_length": 1024,
+            f"{arch}.attention.head_count": 8,
+            f"{arch}.attention.head_count_kv": 2,
+        }
         return model_shape(dataclasses.replace(base, metadata=meta, tensors=(*base.tensors, conv)))
 
     kda = shape("kimi-linear", **{"kda.head_dim": 128, "ssm.conv_kernel": 4})
     assert [x.attention for x in kda.layers] == [Attention.FULL, Attention.RECURRENT]
     s = Settings(n_ctx_per_stream=8192)
     assert kv.layer_bytes(kda, kda.layers[1], s) == (3 * 3 * 8 * 128 + 128 * 128 * 8) * 4
-    both = shape("falcon-h1", **{"ssm.conv_kernel": 4, "ssm.inner_size": 1024, "ssm.state_size": 64, "ssm.group_count": 1})
+    both = shape(
+        "falcon-h1", **{"ssm.conv_kernel": 4, "ssm.inner_size": 1024, "ssm.state_size": 64, "ssm.group_count": 1}
+    )
     assert both.layers[1].attention is Attention.PARALLEL
     state = (3 * (1024 + 128) + 64 * 1024) * 4
     assert kv.layer_bytes(both, both.layers[1], s) == 2 * 256 * 2 * 8192 + state

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -268,17 +270,26 @@ def test_the_child_gets_exactly_the_launchs_environment_and_no_descriptor_of_our
     until(lambda: listening(record))
     env = json.loads(out.read_text())
     assert set(env) - {"LC_CTYPE"} <= {"PATH", "HOME", "LANG", "LAUNCHER_HOME"}
-    links = {str(p.readlink()) for p in Path(f"/proc/{pid_of(record.server)}/fd").iterdir()}
+    links = set()
+    for descriptor in Path(f"/proc/{pid_of(record.server)}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # the connection that asked whether it listens
+            links.add(str(descriptor.readlink()))
+    assert any(link.endswith(".log") for link in links)
     assert not [link for link in links if "pipe:" in link or link.endswith(".lock")]
     assert not list(state.runs_dir().glob(".*.launch"))
     native.stop(record)
 
 
-def test_old_logs_are_dropped() -> None:
-    for i in range(15):
-        (state.logs_dir() / f"demo__fake-20200101T0000{i:02}_000.log").touch()
+def test_old_logs_are_dropped_and_those_of_a_slug_with_a_longer_name_are_not() -> None:
+    for name in ("demo__fake", "demo__fake-235b"):
+        for i in range(15):
+            (state.logs_dir() / f"{name}-20200101T0000{i:02}_000.log").touch()
+            (state.logs_dir() / f"{name}-20200101T0000{i:02}_000.rpc.log").touch()
     record = begin()
-    assert len(list(state.logs_dir().glob("demo__fake-*.log"))) == 10
+    own = [p.name for p in state.logs_dir().glob("demo__fake-20*.log")]
+    assert len([name for name in own if name.endswith(".rpc.log")]) == 9
+    assert len([name for name in own if not name.endswith(".rpc.log")]) == 10
+    assert len(list(state.logs_dir().glob("demo__fake-235b-*.log"))) == 30
     assert Path(record.log_path).exists()
     native.stop(record)
 
@@ -286,7 +297,9 @@ def test_old_logs_are_dropped() -> None:
 # ---------------------------------------------------------------------------------------- RPC servers
 
 # Plays ggml-rpc-server: takes connections and hangs up when the other side is done.
-RPC = """#!{python}
+# Python through a shell: a path with a space in it cannot stand behind #!
+RPC = """#!/bin/sh
+''''exec "{python}" "$0" "$@" # '''
 import socket, sys
 args = dict(zip(sys.argv[1::2], sys.argv[2::2]))
 server = socket.socket()
@@ -377,7 +390,7 @@ begin(rpc=RpcSpawn(hosts=(sys.argv[1],), server_path=sys.argv[2], threads=1))
 
 def test_ctrl_c_in_the_middle_of_a_start_leaves_nothing(tmp_path: Path, launcher_home: Path) -> None:
     program = tmp_path / "never-listens"
-    program.write_text(f"#!{sys.executable}\nimport time\ntime.sleep(60)\n")
+    program.write_text("#!/bin/sh\nsleep 60\ntrue\n")
     program.chmod(0o755)
     words = [f"127.0.0.1:{free_port('127.0.0.1')}", str(program)]
     launcher = subprocess.Popen([sys.executable, "-c", INTERRUPTED, *words], stderr=subprocess.PIPE)
@@ -387,6 +400,117 @@ def test_ctrl_c_in_the_middle_of_a_start_leaves_nothing(tmp_path: Path, launcher
     assert b"KeyboardInterrupt" in errors
     assert state.records() == ()
     assert mine(launcher_home) <= {os.getpid()}
+
+
+def test_rpc_servers_of_a_killed_keeper_are_ended_by_the_next_start_of_any_slug(rpc: RpcSpawn) -> None:
+    record = begin(rpc=rpc)
+    os.kill(pid_of(record.keeper), signal.SIGKILL)
+    os.kill(pid_of(record.server), signal.SIGKILL)
+    until(lambda: not native.alive(record.server))
+    assert all(native.alive(p) for p in record.rpc_servers)
+    other = begin(slug="demo/other")
+    assert not any(native.alive(p) for p in record.rpc_servers)
+    native.stop(other)
+    native.stop(record)
+
+
+def test_an_rpc_server_is_known_before_it_listens(rpc: RpcSpawn) -> None:
+    """Starting one takes seconds on a big machine: a keeper that is killed meanwhile must not leave a stranger."""
+    slow = Path(rpc.server_path)
+    slow.write_text(slow.read_text().replace("import socket, sys", "import socket, sys, time; time.sleep(30)"))
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", RPC_START, json.dumps([rpc.hosts, rpc.server_path])], stderr=subprocess.DEVNULL
+    )
+    until(lambda: (seen := state.read(SLUG)) and seen.rpc_servers)
+    launcher.kill()
+    launcher.wait()
+    record = state.read(SLUG)
+    assert record is not None
+    os.kill(pid_of(record.keeper), signal.SIGKILL)
+    until(lambda: not native.alive(record.keeper))
+    assert [native.alive(p) for p in record.rpc_servers] == [True]
+    native.stop(record)
+    assert not any(native.alive(p) for p in record.rpc_servers)
+
+
+RPC_START = """
+import json, sys
+from launcher.serve.rpc import RpcSpawn
+from tests.unit.test_native import begin
+hosts, path = json.loads(sys.argv[1])
+begin(rpc=RpcSpawn(hosts=tuple(hosts), server_path=path, threads=1))
+"""
+
+
+def test_a_stranger_that_took_the_rpc_port_meanwhile_is_not_taken_for_ours(rpc: RpcSpawn) -> None:
+    """Between the look at the port and the bind: it answers our check, and must not get our weights."""
+    address, port = rpc.hosts[0].split(":")
+    program = Path(rpc.server_path)
+    held = "import socket, sys, time; time.sleep(1)"
+    program.write_text(program.read_text().replace("import socket, sys", held))
+    strangers: list[subprocess.Popen[bytes]] = []
+
+    def take() -> None:
+        words = [sys.executable, "-c", RPC.partition("\n")[2], "-H", address, "-p", str(port)]
+        strangers.append(subprocess.Popen(words, stdout=subprocess.DEVNULL))
+
+    timer = threading.Timer(0.2, take)
+    timer.start()
+    try:
+        with pytest.raises(EngineFailed) as error:
+            begin(rpc=rpc)
+        assert error.value.reference == "rpc-start"
+        assert strangers[0].poll() is None, "a foreign process was touched"
+    finally:
+        timer.join()
+        strangers[0].kill()
+        strangers[0].wait()
+    assert state.records() == ()
+
+
+def test_a_server_that_waits_for_a_client_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """llama-server, told to end with a request in flight, answers no more and waits until that client hangs up."""
+    monkeypatch.setattr(native, "_STILL_S", 0.3)
+    record = begin("--ignore-sigterm")
+    until(lambda: "model loaded" in native.tail(record.log_path))
+    started = time.monotonic()
+    end = native.stop(record, grace_s=20)
+    assert time.monotonic() - started < 3
+    assert end is not None
+    assert (end.reason, end.signal) == ("stopped", "SIGKILL")
+
+
+def test_ctrl_c_while_stopping_kills_at_once() -> None:
+    record = begin("--ignore-sigterm")
+    until(lambda: "model loaded" in native.tail(record.log_path))
+    threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGINT]).start()
+    with pytest.raises(KeyboardInterrupt):
+        native.stop(record, grace_s=20)
+    until(lambda: not native.alive(record.server), 2)
+    native.stop(record)
+    assert state.history()[-1].reason == "stopped"
+
+
+def test_a_keeper_that_cannot_be_started_is_told_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    with pytest.raises(EngineFailed) as error:
+        native.start(fake_launch(free_port("127.0.0.1")), SLUG)
+    assert error.value.reference == "keeper-died"
+    assert "cannot be started: No such file" in error.value.message
+    assert not list(state.runs_dir().iterdir())
+
+
+def test_a_keeper_that_dies_at_once_is_told_with_its_last_words(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    broken = tmp_path / "python"
+    broken.write_text("#!/bin/sh\necho no such module >&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(broken))
+    with pytest.raises(EngineFailed) as error:
+        native.start(fake_launch(free_port("127.0.0.1")), SLUG)
+    assert (error.value.reference, error.value.context) == ("keeper-died", "no such module")
+    assert not list(state.runs_dir().iterdir())
 
 
 # ---------------------------------------------------------------------------------------- foreground
@@ -416,6 +540,21 @@ def test_run_becomes_the_server() -> None:
     until(lambda: open_port(port))
     process.terminate()
     assert process.wait(5) == -signal.SIGTERM
+
+
+IGNORED = """
+from dataclasses import replace
+from launcher.serve import native
+from tests.serve_builders import fake_launch
+native.exec_foreground(replace(fake_launch(1), argv=("/usr/bin/env", "grep", "SigIgn", "/proc/self/status")))
+"""
+
+
+def test_run_hands_on_no_ignored_signal() -> None:
+    """Python ignores SIGPIPE and SIGXFSZ; whoever runs the engine from a shell has neither ignored."""
+    done = subprocess.run([sys.executable, "-c", IGNORED], capture_output=True, text=True, check=True)
+    ignored = int(done.stdout.split()[1], 16)
+    assert [s.name for s in (signal.SIGPIPE, signal.SIGXFSZ) if ignored & 1 << (s - 1)] == []
 
 
 def test_run_with_rpc_servers_hands_signals_on_and_ends_them(rpc: RpcSpawn) -> None:

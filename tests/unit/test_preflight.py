@@ -25,6 +25,7 @@ from launcher.structs import (
     Plan,
     ProcessId,
     Refusal,
+    RpcRef,
     RunRecord,
     ServeSettings,
     Source,
@@ -32,7 +33,7 @@ from launcher.structs import (
     WayOut,
 )
 from launcher.units import GIB, MIB
-from tests.serve_builders import B11434, card, device_plan, engine, inventory, plan, settings, slug
+from tests.serve_builders import B11434, card, device_plan, engine, inventory, plan, rpc_device, settings, slug
 
 BUNDLE = 3264 * MIB
 WAYS = (
@@ -182,11 +183,8 @@ def test_force_opens_the_status_gate_and_nothing_else(status: Status) -> None:
     assert set(closed(forced)) == {"shards-missing", "devices-too-few", "host-ram-short", "port-busy"}
 
 
-def test_a_port_of_ours_is_a_note_a_foreign_one_closes_with_a_free_one() -> None:
-    owner = PortOwner(host="127.0.0.1", port=8030, pid=4242, name="llama-server", free_port=8031)
-    gate = gates(plan(card()), port_owner=owner)["port-busy"]
-    assert (gate.detail, gate.fix) == ("port 8030 is held by llama-server (pid 4242)", "add --port 8031")
-    ours = RunRecord(
+def running() -> RunRecord:
+    return RunRecord(
         slug="demo/other",
         server=ProcessId(pid=4242, create_time=1.0),
         keeper=None,
@@ -201,6 +199,13 @@ def test_a_port_of_ours_is_a_note_a_foreign_one_closes_with_a_free_one() -> None
         state="ready",
         started_at=1.0,
     )
+
+
+def test_a_port_of_ours_is_a_note_a_foreign_one_closes_with_a_free_one() -> None:
+    owner = PortOwner(host="127.0.0.1", port=8030, pid=4242, name="llama-server", free_port=8031)
+    gate = gates(plan(card()), port_owner=owner)["port-busy"]
+    assert (gate.detail, gate.fix) == ("port 8030 is held by llama-server (pid 4242)", "add --port 8031")
+    ours = running()
     note = gates(plan(card()), port_owner=owner, own_running=(ours,))["port"]
     assert (note.ok, note.note) == (True, True)
     assert "demo/other (pid 4242), which is stopped first" in note.detail
@@ -272,7 +277,7 @@ def test_a_refusal_is_the_first_closed_gate_and_lists_the_others() -> None:
         preflight.refuse_if_closed(found.values(), "demo/smol-moe")
     assert (error.value.reference, error.value.exit_code) == ("host-ram-short", 7)
     assert error.value.context.splitlines()[-1] == (
-        "also closed: port-busy: port 8030 is held by a process of another user"
+        "also closed: port-busy: port 8030 is held by a process of another user, or by a connection that is closing"
     )
     assert error.value.fix == found["host-ram-short"].fix
 
@@ -287,3 +292,50 @@ def test_looking_at_ports_leaves_no_descriptor() -> None:
     for _ in range(5):
         preflight.port_owner("127.0.0.1", free_port("127.0.0.1"))
     assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
+
+
+@pytest.mark.parametrize(
+    ("host", "port", "why", "fix"),
+    [
+        ("192.0.2.1", 8030, "Cannot assign", "add --host 127.0.0.1 --port 8030"),
+        ("no-such-host.invalid", 8030, "", "add --host 127.0.0.1 --port 8030"),
+        ("127.0.0.1", 70000, "65535", "add --host 127.0.0.1 --port 8080"),
+    ],
+)
+def test_an_address_that_is_not_ours_is_no_process_of_another_user(host: str, port: int, why: str, fix: str) -> None:
+    gate = gates(plan(card()), port_owner=preflight.port_owner(host, port))["address-unusable"]
+    assert why in gate.detail
+    assert f"{host}:{port}" in gate.detail
+    assert "another user" not in gate.detail
+    assert gate.fix == fix
+
+
+def test_a_state_folder_that_takes_no_record_closes(launcher_home: Path) -> None:
+    (launcher_home / "state").write_text("in the way")
+    gate = gates(plan(card()))["state-unwritable"]
+    assert "cannot be written" in gate.detail
+
+
+def test_a_taken_port_of_an_rpc_server_closes_unless_it_is_of_a_server_that_leaves() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        ref = RpcRef(hosts=(f"127.0.0.1:{port}",), spawn=True)
+        spawns = slug(rpc=ref)
+        p = plan(rpc_device(0, port))
+        gate = gates(p, slug=spawns)["rpc-port-busy"]
+        assert f"127.0.0.1:{port}" in gate.detail
+        assert f"(pid {os.getpid()})" in gate.detail
+        assert "rpc-port-busy" not in gates(p, slug=replace(spawns, rpc=replace(ref, spawn=False)))
+        leaving = replace(running(), rpc_endpoints=(f"127.0.0.1:{port}",))
+        assert "rpc-port-busy" not in gates(p, slug=spawns, own_running=(leaving,))
+    free = free_port("127.0.0.1", 21000)  # below the ports that the system hands out
+    spawns = slug(rpc=RpcRef(hosts=(f"127.0.0.1:{free}",), spawn=True))
+    assert "rpc-port-busy" not in gates(plan(rpc_device(0, free)), slug=spawns)
+
+
+def test_a_connection_that_uses_the_port_as_its_own_end_is_named_too() -> None:
+    """The system hands out such ports; nobody listens there and a bind fails all the same."""
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
+        owner = preflight.port_owner("127.0.0.1", client.getsockname()[1])
+        assert owner is not None
+        assert owner.pid == os.getpid()

@@ -78,6 +78,42 @@ def test_an_old_python_is_a_refusal_with_a_fix(tmp_path: Path) -> None:
     assert "\nfix: " in done.stderr
 
 
+def test_an_environment_that_was_copied_along_is_made_anew(tmp_path: Path) -> None:
+    """Its programs begin with the old folder's Python, and the project in it is the old folder's."""
+    (tmp_path / "old place").mkdir()
+    project = fake_project(tmp_path / "old place")
+    (project / ".venv" / ".place").write_text(f"{project}\n")
+    moved = project.rename(tmp_path / "new place")
+    uses = 'make_venv() { echo made anew; return 9; }; ensure_venv; echo "code $?"'
+    done = subprocess.run(
+        ["bash", "-c", f". scripts/venv.sh; {uses}"], cwd=moved, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "made anew\ncode 9\n"
+    (moved / ".venv" / ".place").write_text(f"{moved}\n")
+    done = subprocess.run(
+        ["bash", "-c", f". scripts/venv.sh; {uses}"], cwd=moved, capture_output=True, text=True, check=True
+    )
+    assert done.stdout + done.stderr == "code 0\n"
+
+
+def test_ci_says_which_packages_a_user_without_rights_has_to_install(tmp_path: Path) -> None:
+    (tmp_path / ".ci").mkdir()
+    (tmp_path / ".ci" / "run").write_bytes((ROOT / ".ci" / "run").read_bytes())
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    (tools / "dirname").symlink_to("/usr/bin/dirname")
+    for name, line in (("id", "echo 1000"), ("apt-get", "echo must not run"), ("python3", "exit 1")):
+        (tools / name).write_text(f"#!/bin/sh\n{line}\n")
+        (tools / name).chmod(0o755)
+    done = subprocess.run(
+        ["/usr/bin/bash", tmp_path / ".ci" / "run"],
+        env={"PATH": str(tools)}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 5
+    assert done.stdout == ""
+    assert done.stderr.splitlines()[-1] == "fix: sudo apt-get install g++ python3-venv"
+
+
 def test_compose_is_safe_as_it_stands() -> None:
     service = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]["llama-server"]
     assert all(p.startswith("127.0.0.1:") for p in service["ports"])

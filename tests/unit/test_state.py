@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import psutil
 import pytest
 
-from launcher.errors import Locked
+from launcher.errors import Locked, Refused
 from launcher.serve import state
+from launcher.serve.ports import free_port
 from launcher.structs import ProcessId, RunEnd, RunRecord
 
 
@@ -87,8 +91,18 @@ def test_damaged_records_are_passed_over() -> None:
 
 def test_alive_wants_pid_and_create_time() -> None:
     assert state.alive(me())
-    assert not state.alive(replace(me(), create_time=me().create_time - 60))
+    assert not state.alive(replace(me(), create_time=me().create_time - 60, start_ticks=None))
     assert not state.alive(None)
+
+
+def test_the_wall_clock_may_be_set_while_a_server_runs() -> None:
+    """create_time follows the clock; start ticks do not, and a reboot or a reused pid is told from both."""
+    assert state.alive(replace(me(), create_time=me().create_time + 7200))
+    assert not state.alive(replace(me(), start_ticks=(me().start_ticks or 0) + 1))
+    assert not state.alive(replace(me(), boot_id="another boot"))
+    kept = record(server=me())
+    state.write(kept)
+    assert state.read("demo/a") == kept
 
 
 def test_a_dead_child_that_nobody_waited_for_is_not_alive() -> None:
@@ -214,3 +228,136 @@ def test_a_lock_is_free_again_after_an_error_inside() -> None:
         raise RuntimeError
     with state.lock("cards"):
         pass
+
+
+# ------------------------------------------------------------------------- disks that do not take it
+
+CROWDED = """
+import sys
+from pathlib import Path
+from launcher.errors import LauncherError
+from launcher.serve import native, preflight, state
+from tests.serve_builders import fake_launch
+from tests.unit.test_state import record
+
+def told(what, call):
+    try:
+        call()
+    except LauncherError as error:
+        print(what, error.reference, error.exit_code)
+
+home = Path(sys.argv[1])
+state.write(record())
+with state.lock("engine"):
+    pass
+print("gate", *(g.name for g in preflight._state()))
+served = native.start(fake_launch(int(sys.argv[2])), "demo/live")
+filler = home / "filler"
+try:
+    with filler.open("wb", buffering=0) as out:
+        while out.write(b"x" * 512):
+            pass
+except OSError:
+    pass
+filled = filler.stat().st_size
+told("write", lambda: state.write(record("demo/b", argv=("x" * 9000,))))
+print("kept", state.read("demo/a") == record(), *sorted(p.name for p in state.runs_dir().iterdir()))
+told("start", lambda: native.start(fake_launch(int(sys.argv[2]) + 1), "demo/c"))
+with state.lock("engine"):
+    print("locked")
+native.stop(record())
+print("stopped", native.stop(served).reason, native.alive(served.server), native.alive(served.keeper))
+print("left", [r.slug for r in state.records()], filler.stat().st_size == filled)
+"""
+
+
+def in_own_mounts(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run shell lines where they may mount; skips where the kernel does not let us."""
+    unshare = ["unshare", "--user", "--map-root-user", "--mount", "--propagation", "private"]
+    if subprocess.run([*unshare, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no user namespaces here")
+    return subprocess.run(
+        [*unshare, "sh", "-ec", script, "sh", *arguments], capture_output=True, text=True, check=False, timeout=60
+    )
+
+
+def test_on_a_full_disk_nothing_starts_what_is_there_stays_whole_and_stop_works(launcher_home: Path) -> None:
+    port = free_port("127.0.0.1")
+    done = in_own_mounts(
+        'mount -t tmpfs -o size=64k tmpfs "$1"; exec "$2" -c "$3" "$1" "$4"',
+        str(launcher_home), sys.executable, CROWDED, str(port),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "gate state-unwritable",
+        "write state-unwritable 7",
+        "kept True demo__a.json demo__live.json",
+        "start state-unwritable 7",
+        "locked",
+        "stopped stopped False False",
+        "left [] True",
+    ]
+
+
+READ_ONLY = """
+import os
+from launcher.errors import LauncherError
+from launcher.serve import native, preflight, state
+from tests.unit.test_state import record
+with state.lock("engine"):
+    print([r.slug for r in state.records()], len(state.history()), *(g.name for g in preflight._state()))
+try:
+    state.write(record())
+except LauncherError as error:
+    print(error.reference, error.message.endswith("Read-only file system"), bool(error.fix))
+"""
+
+
+def test_on_a_read_only_disk_everything_is_seen_and_nothing_is_written(launcher_home: Path) -> None:
+    state.write(record())
+    state.append_history(end(record()))
+    with state.lock("engine"):
+        pass
+    done = in_own_mounts(
+        'mount --bind "$1" "$1"; mount -o remount,bind,ro "$1"; exec "$2" -c "$3"',
+        str(launcher_home), sys.executable, READ_ONLY,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["['demo/a'] 1 state-unwritable", "state-unwritable True True"]
+
+
+def test_a_folder_that_cannot_be_made_is_a_refusal(launcher_home: Path) -> None:
+    (launcher_home / "state").write_text("a file in the way")
+    with pytest.raises(Refused) as error:
+        state.write(record())
+    assert (error.value.reference, error.value.exit_code) == ("state-unwritable", 7)
+    assert state.problem()
+
+
+SECOND_USER = """
+import os
+from launcher.errors import LauncherError
+from launcher.serve import state
+os.setgid(65534), os.setuid(65534)
+for call in (state.records, state.history, lambda: state.lock("engine").__enter__()):
+    try:
+        print(call())
+    except LauncherError as error:
+        print(error.reference)
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_a_second_user_of_the_same_home_is_told_and_does_not_take_it_for_empty(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    home = Path(tempfile.mkdtemp())  # tmp_path is closed to others
+    request.addfinalizer(lambda: shutil.rmtree(home))
+    home.chmod(0o755)
+    monkeypatch.setenv("LAUNCHER_HOME", str(home))
+    state.write(record())
+    state.append_history(end(record()))
+    with state.lock("engine"):
+        pass
+    done = subprocess.run([sys.executable, "-c", SECOND_USER], capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines() == ["state-not-ours", "state-not-ours", "state-unwritable"], done.stderr

@@ -142,7 +142,34 @@ def test_a_second_server_on_the_same_port_is_noticed(begin: Callable[..., RunRec
         other.wait()
 
 
-@pytest.mark.parametrize(("how", "what"), [("error", "decode failed"), ("empty", "empty answer")])
+def test_a_second_server_that_comes_while_the_first_answers_is_noticed(begin: Callable[..., RunRecord]) -> None:
+    """It may be the one that gave the answer."""
+    record = begin()
+    others: list[subprocess.Popen[bytes]] = []
+
+    def come(stage: str, *_: object) -> None:
+        if stage == "answering" and not others:
+            words = ["--host", record.host, "--port", str(record.port), "--alias", "fake"]
+            others.append(subprocess.Popen([sys.executable, FAKE_SERVER, *words], stderr=subprocess.PIPE))
+            assert others[0].stderr is not None
+            others[0].stderr.readline()
+
+    try:
+        assert refused(record, on_progress=come).reference == "port-shared"
+    finally:
+        others[0].kill()
+        others[0].communicate()
+
+
+@pytest.mark.parametrize("reply", [{}, {"choices": []}, {"choices": [{}]}, {"choices": None, "usage": 3}])
+def test_what_is_no_chat_reply_says_nothing(reply: dict[str, object]) -> None:
+    assert not server.said_something(reply)
+    assert server.said_something({**reply, "usage": {"completion_tokens": 1}})
+
+
+@pytest.mark.parametrize(
+    ("how", "what"), [("error", "decode failed"), ("empty", "empty answer"), ("garbage", "first question failed")]
+)
 def test_healthy_but_mute_is_not_ready(begin: Callable[..., RunRecord], how: str, what: str) -> None:
     error = refused(begin("--no-answer", how))
     assert error.reference == "engine-no-answer"
