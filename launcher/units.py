@@ -1,4 +1,4 @@
-"""Bytes and tokens: parse, format; and the bytes that each GGML type takes.
+"""Bytes, tokens and versions: parse, format; and the bytes that each GGML type takes.
 
 Only the standard library is imported here: this module is read on every start.
 """
@@ -93,3 +93,10 @@ def human(n_bytes: int) -> str:
 def tokens(n: int) -> str:
     """`204,800`."""
     return f"{n:,}"
+
+
+def engine_label(version: str) -> str:
+    """`llama.cpp b11434` for `0.6.0-dev (build 11434, commit unknown)`; the version itself where no build is told."""
+    found = re.search(r"\bbuild (\d+)\b|^b?(\d+)\b(?!\.)", version)
+    build = int(found.group(1) or found.group(2)) if found else 0
+    return f"llama.cpp b{build}" if build else f"llama.cpp {version.partition(' (')[0]}"

@@ -9,12 +9,14 @@ import os
 from pathlib import Path
 
 from launcher.errors import DeviceUnusable, UsageError
+from launcher.facts import engine as engine_facts
 from launcher.facts import paths
 
 
 def chosen() -> Path | None:
     """The chosen llama-server, None when none was chosen. Its file may be gone by now."""
-    return _read(_file())
+    found = engine_facts.chosen()
+    return Path(found) if found else None
 
 
 def use(path: str) -> Path:

@@ -128,9 +128,10 @@ def find_engine(explicit: str | None = None, slug_path: str | None = None, *, no
         if named and named.strip():
             return probe(named.strip(), found_by)
     looked: list[str] = []
+    empty: list[str] = []
     for candidate, found_by in candidates():
         if not os.path.isfile(candidate):  # noqa: PTH113 - Path.is_file() raises in a folder that is not ours to enter
-            looked.append(f"{candidate}: not there")
+            empty.append(str(candidate.parent))
             continue
         try:
             return probe(str(candidate), found_by)
@@ -141,7 +142,7 @@ def find_engine(explicit: str | None = None, slug_path: str | None = None, *, no
     raise DeviceUnusable(
         "engine-missing",
         f"no {NAME} found on this machine",
-        context="\n".join([f"PATH has no working {NAME}", *looked]),
+        context="\n".join([f"PATH has no working {NAME}; none in {', '.join(empty)}", *looked]),
         fix=f"{_INSTALL}   # or name yours: launcher engine use /path/to/{NAME}",
     )
 

@@ -159,7 +159,10 @@ def not_gguf(path: Path, head: bytes) -> ModelUnreadable:
     else:
         seen = repr(head[:4])
     return ModelUnreadable(
-        "not-gguf", f"{path.name} does not start with b'GGUF'", context=f"it starts with {seen}", fix=fetch_again(path)
+        "not-gguf",
+        f"{path.name} does not start with the letters GGUF",
+        context=f"it starts with {seen}",
+        fix=fetch_again(path),
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from launcher.render import document, out
 from launcher.structs import Engine, Slug, Status
-from launcher.units import gib, human
+from launcher.units import engine_label, gib, human
 
 GLYPHS = {Status.PRODUCTION: "*", Status.INCUBATING: "~", Status.DEPRECATED: "x"}
 _LEFT = frozenset({0, 1, 6, 8})
@@ -48,7 +48,7 @@ def _around(slugs: Sequence[Mapping[str, Any]], around: Mapping[str, Any]) -> It
         if len(files) > _MOST_FILES:
             yield f"         and {len(files) - _MOST_FILES} more (launcher list --json)"
     engine: Engine | None = around["engine"]
-    found = f"{out.engine_name(engine.version)}, {engine.path}" if engine else around["engine_problem"]
+    found = f"{engine_label(engine.version)}, {engine.path}" if engine else around["engine_problem"]
     yield from out.fold(f"engine   {found}", _BELOW)
     here = [s for s in slugs if s["file_bytes"] is not None]
     if here:

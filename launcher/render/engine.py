@@ -8,6 +8,7 @@ from typing import Any
 from launcher.render import document, out
 from launcher.render.progress import Stages
 from launcher.structs import Engine
+from launcher.units import engine_label
 
 
 def progress(*, as_json: bool = False) -> Stages:
@@ -25,7 +26,7 @@ def show_list(engines: Sequence[Mapping[str, Any]], *, as_json: bool = False) ->
         return 0
     rows = [["", "found by", "version", "path"]]
     for e in engines:
-        version = out.engine_name(e["version"]) if e["version"] else "does not work"
+        version = engine_label(e["version"]) if e["version"] else "does not work"
         rows.append([">" if e["chosen"] else "", e["found_by"], version, e["path"]])
     out.show(out.table(rows, left=frozenset({0, 1, 2, 3})))
     out.show(part for e in engines if e["problem"] for part in out.fold(e["problem"]))
@@ -37,7 +38,7 @@ def show_chosen(engine: Engine, *, as_json: bool = False) -> int:
     if as_json:
         out.document(document.engine_document(engine))
         return 0
-    out.show([f"{engine.path}  {out.engine_name(engine.version)}"])
+    out.show([f"{engine.path}  {engine_label(engine.version)}"])
     return 0
 
 
@@ -49,7 +50,7 @@ def show_engine(engine: Engine, *, as_json: bool = False) -> int:
     out.show(
         [
             f"path        {engine.path}",
-            f"version     {out.engine_name(engine.version)}, {engine.version}",
+            f"version     {engine_label(engine.version)}, {engine.version}",
             f"found by    {engine.found_by}",
             f"digest      {engine.digest}",
             f"flags       {len(engine.flags)}",

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 import textwrap
 from collections.abc import Iterable, Mapping
@@ -96,13 +95,6 @@ def fold(text: str, indent: str = "  ", width: int = WIDTH) -> list[str]:
     return textwrap.wrap(
         text, width, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False
     ) or [""]  # fmt: skip
-
-
-def engine_name(version: str) -> str:
-    """`llama.cpp b11434` for `0.6.0-dev (build 11434, commit unknown)`; the version itself where no build is told."""
-    found = re.search(r"\bbuild (\d+)\b|^b?(\d+)\b(?!\.)", version)
-    build = int(found.group(1) or found.group(2)) if found else 0
-    return f"llama.cpp b{build}" if build else f"llama.cpp {version.partition(' (')[0]}"
 
 
 def table(rows: list[list[str]], *, left: frozenset[int] = frozenset({0}), gap: int = 2) -> list[str]:

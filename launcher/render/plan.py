@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from launcher.render import document, out
 from launcher.structs import Device, DevicePlan, Host, Inventory, Launch, Plan, Range
-from launcher.units import GIB, MIB, gib, human, mib
+from launcher.units import GIB, MIB, engine_label, gib, human, mib
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -131,7 +131,7 @@ def _settings(plan: Plan, inventory: Inventory) -> str:
     s = plan.settings
     kv = s.type_k if s.type_k == s.type_v else f"{s.type_k}/{s.type_v}"
     drafter = f"drafter {s.drafter_type} depth {s.draft_n_max}" if s.drafter_type and s.draft_n_max else "no drafter"
-    engine = out.engine_name(inventory.engine.version) if inventory.engine else "no engine"
+    engine = engine_label(inventory.engine.version) if inventory.engine else "no engine"
     streams = _count(s.n_parallel, "stream")
     total = f" = {plan.n_ctx_total:,}" if s.n_parallel > 1 else ""
     context = f"context {s.n_ctx_per_stream or 0:,} x {streams}{total}"

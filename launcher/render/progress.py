@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import deque
 from types import TracebackType
 from typing import Self, TextIO
 
@@ -52,7 +53,7 @@ class Rate:
     """Bytes a second over the last 20 s, and what that means for the rest."""
 
     def __init__(self) -> None:
-        self._seen: list[tuple[float, int]] = []
+        self._seen: deque[tuple[float, int]] = deque()
 
     def add(self, seconds: float, done: int) -> float | None:
         """The rate after this observation, None while it cannot be told."""
@@ -60,7 +61,7 @@ class Rate:
             self._seen.clear()
         self._seen.append((seconds, done))
         while len(self._seen) > 2 and seconds - self._seen[0][0] > _RATE_OVER_S:
-            self._seen.pop(0)
+            self._seen.popleft()
         begun, first = self._seen[0]
         if seconds - begun < 1 or done <= first:
             return None

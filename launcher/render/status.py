@@ -29,14 +29,14 @@ def screen(servers: Sequence[Mapping[str, Any]]) -> Iterator[Text | str]:
     for s in servers:
         record: RunRecord = s["record"]
         if not s["alive"]:
-            yield out.line((f"{s['state']:<14}", "no"), f"{record.slug}  was on :{record.port}")
+            yield out.line((f"{s['state']:<14}  ", "no"), f"{record.slug}  was on :{record.port}")
             yield f"  launcher logs {record.slug} | launcher stop {record.slug} (forgets it)"
             continue
         style = "ok" if s["healthy"] else "note" if s["healthy"] is None else "no"
         busy = "" if s["requests"] is None else f", {s['requests']} of its streams busy"
         pid = record.server.pid if record.server else "-"
         memory = f", {human(s['rss_bytes'])} resident" if s["rss_bytes"] else ""
-        yield out.line((f"{s['state']:<14}", style), f"{record.slug}  {document.url(record.host, record.port)}")
+        yield out.line((f"{s['state']:<14}  ", style), f"{record.slug}  {document.url(record.host, record.port)}")
         kept = "" if s["keeper_alive"] else "; its keeper is gone, so nobody will note how it ends"
         yield f"  model {record.alias}, pid {pid}, up {out.duration(s['uptime_s'] or 0)}{memory}{busy}{kept}"
 

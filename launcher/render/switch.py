@@ -115,8 +115,11 @@ class Progress:
                 f"{stage:<{_LABEL}} {out.duration(seconds)}" if self._line.is_terminal else stage, force=new
             )
 
-    def audited(self, audit: Audit) -> None:
+    def audited(self, audit: Audit | None) -> None:
         """Planned against real bytes, one line a device."""
+        if audit is None:
+            self._say("audit", "the load log could not be read: nothing was compared", "note")
+            return
         for i, text in enumerate(audit_lines(audit)):
             self._say("audit" if i == 0 else "", text, None)
         if not audit.ok:

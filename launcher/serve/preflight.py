@@ -10,6 +10,7 @@ import contextlib
 import errno
 import ipaddress
 import re
+import shlex
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +34,7 @@ from launcher.structs import (
     Slug,
     Status,
 )
-from launcher.units import MIB, gib, mib
+from launcher.units import MIB, engine_label, gib, mib
 
 SYSTEM_CONFIG = Path("/etc/llama.cpp/config.ini")
 _HOST_NAMES = {
@@ -167,7 +168,7 @@ def _engine(slug: Slug | None, plan: Plan | None, engine: Engine | None, error: 
     if missing:
         yield _of_error(command_line.lacks(engine, tuple(missing)))
         return
-    yield Gate(name="engine", ok=True, detail=f"{engine.version} ({engine.found_by})")
+    yield Gate(name="engine", ok=True, detail=f"{engine_label(engine.version)} ({engine.found_by})")
     keys = _system_config()
     if keys:
         yield Gate(
@@ -277,6 +278,7 @@ def _sum(terms: dict[str, int]) -> str:
 
 def way_out(plan: Plan, command: str = "launcher plan") -> str:
     """The nearest thing that fits as a command with its price; where only memory helps, the nearest that does not."""
+    target = shlex.quote(plan.target)
     ways = plan.refusal.ways_out if plan.refusal else ()
     options = [w for w in ways if w.change.startswith("-")]
     first = next((w for w in ways if w.fits and " more RAM" not in w.change), None)
@@ -285,11 +287,11 @@ def way_out(plan: Plan, command: str = "launcher plan") -> str:
         short = max(0, least.host_required_bytes - least.host_available_bytes)
         why = f"still short {gib(short)} GiB" if short else "does not fit either"
         memory = next((f"; {w.change}" for w in ways if " more RAM" in w.change), "")
-        return f"{command} {plan.target} {least.change}     # the nearest, {why}{memory}"
+        return f"{command} {target} {least.change}     # the nearest, {why}{memory}"
     if first is None:
         n_ctx = max(1, (plan.settings.n_ctx_per_stream or 2048) // 2048)
-        return f"{command} {plan.target} --ctx {n_ctx}k -ub 512     # a smaller quantisation needs less of everything"
-    line = f"{command} {plan.target} {first.change}" if first.change.startswith("-") else f"{command} {first.change}"
+        return f"{command} {target} --ctx {n_ctx}k -ub 512     # a smaller quantisation needs less of everything"
+    line = f"{command} {target} {first.change}" if first.change.startswith("-") else f"{command} {first.change}"
     spare = gib(first.host_available_bytes - first.host_required_bytes)
     return f"{line}     # {gib(first.host_required_bytes)} GiB of RAM, {spare} spare"
 

@@ -44,12 +44,14 @@ def find_model(ref: ModelRef, *, target: str | None = None, size_bytes: int | No
         if hits:
             return hits[0]
     setup = f"launcher setup {target or ref.repo or Path(ref.file).stem}"
+    if ref.repo is None and ref.dir == "demo":
+        setup = "python scripts/make_demo_model.py"
     searched = [*(str(p) for p in places), *(f"{p}/**/{name}" for p in _roots())]
     raise ModelUnreadable(
         "model-missing",
         f"{name} is not on this machine" + _others(places),
         context="searched: " + "\n          ".join(dict.fromkeys(searched)),
-        fix=f"{setup}   (or, if it lies elsewhere: MODEL_DIR=/path/to/models)",
+        fix=f"{setup}   # or, if it lies elsewhere: export MODEL_DIR=/path/to/models",
     )
 
 

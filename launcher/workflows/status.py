@@ -44,6 +44,9 @@ def _look(seen: state.Seen) -> Mapping[str, Any]:
         code = client.health()
     # 0 is no failure before the first answer: the engine binds its port late, as a starting one.
     words = {200: ("ready", True), 503: ("loading", None)}
+    if not all(native.alive(p) for p in record.rpc_servers):
+        # the engine answers /health for ever, and aborts with the next token
+        words[200] = ("RPC server gone", False)
     late = ("starting", None) if record.state == "starting" else ("not answering", False)
     found["state"], found["healthy"] = words.get(code, late)
     found["requests"] = switch.requests_in_flight(record) if code == 200 else None

@@ -62,8 +62,8 @@ class Progress(Protocol):
     def loading(self, stage: str, done: int, total: int | None, seconds: float) -> None:
         """How far the load is; called a few times a second."""
 
-    def audited(self, audit: Audit) -> None:
-        """Planned against real bytes."""
+    def audited(self, audit: Audit | None) -> None:
+        """Planned against real bytes; None when the load log could not be read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +81,7 @@ def run(
     """`switch`. Raises UsageError, SlugInvalid, Refused (a gate; needs-yes, not-stopped), EngineFailed, Locked."""
     with _told(progress.kept, state.running):
         target = targets.resolve(text)
-    with state.lock(LOCK):
+    with _terminated_as_interrupted(), state.lock(LOCK):
         running = state.running()
         with _told(progress.kept, lambda: running):
             planned = _checked(target, given, engine, force, running, progress)
@@ -176,18 +176,16 @@ def _settle(planned: Plan) -> None:
 
 
 def _start(target: Target, planned: Planned, progress: Progress) -> Switched:
-    with _terminated_as_interrupted():
-        record = native.start(planned.launch, target.name, rpc=rpc_spawn(planned))
-        ready = False
-        try:
-            record = wait.wait_ready(record, plan=planned.plan, on_progress=progress.loading)
-            ready = True
-        finally:
-            if not ready:
-                native.stop(record)
+    record = native.start(planned.launch, target.name, rpc=rpc_spawn(planned))
+    ready = False
+    try:
+        record = wait.wait_ready(record, plan=planned.plan, on_progress=progress.loading)
+        ready = True
+    finally:
+        if not ready:
+            native.stop(record)
     audit = audited(planned.plan, record)
-    if audit is not None:
-        progress.audited(audit)
+    progress.audited(audit)
     return Switched(record=record, planned=planned, audit=audit)
 
 

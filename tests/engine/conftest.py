@@ -89,6 +89,8 @@ def _start_one(program: Path, folder: Path, started: list[subprocess.Popen[bytes
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
+                # idle workers that spin take the cores from the engine, which waits for this very device
+                env={**os.environ, "OMP_WAIT_POLICY": "passive"},
             )
         started.append(child)
         deadline = time.monotonic() + 30

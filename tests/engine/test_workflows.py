@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -81,6 +84,14 @@ def test_the_dry_run_replaces_the_bounds_and_fills_what_they_left(
     assert gained > 0
 
 
+def wait_until(true: Callable[[], bool], seconds: float = 10) -> None:
+    """Poll; an assertion that waits."""
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 @pytest.mark.usefixtures("cleaned")
 def test_switch_on_two_loopback_devices_answers_as_planned(models_here: Path, launcher_home: Path) -> None:
     port, first, second = free_port(), free_port(), free_port()
@@ -99,6 +110,12 @@ def test_switch_on_two_loopback_devices_answers_as_planned(models_here: Path, la
     assert answer.json()["usage"]["completion_tokens"] > 0
     record = state.running()[0]
     assert len(record.rpc_servers) == 2
+    assert child("status", "--check").returncode == 0
+    os.kill(record.rpc_servers[1].pid, signal.SIGKILL)
+    wait_until(lambda: not native.alive(record.rpc_servers[1]))
+    lost = child("status", "--check")
+    assert lost.returncode != 0
+    assert "RPC server gone" in lost.stdout
     assert child("stop").returncode == 0
     assert not any(native.alive(p) for p in (record.server, record.keeper, *record.rpc_servers))
 

@@ -464,10 +464,10 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path.with_name("help.txt").write_text("\n".join([*words, "--spec-type [none|draft-simple|draft-dspark]  text"]))
     path.write_text(
         "#!/bin/sh\n"
-        f'case "$1" in --help) exec cat {path.with_name("help.txt")};; --version) echo version: fake; exit 0;;\n'
+        f'case "$1" in --help) exec cat "{path.with_name("help.txt")}";; --version) echo version: fake; exit 0;;\n'
         "--list-devices) echo 'Available devices:'; exit 0;; esac\n"
         'for word; do [ "$word" = --log-jsonl ] && exit 1; done\n'
-        f'exec {sys.executable} {ROOT}/tests/fake_server.py "$@"\n'
+        f'exec "{sys.executable}" "{ROOT}/tests/fake_server.py" "$@"\n'
     )
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("LLAMA_SERVER", str(path))

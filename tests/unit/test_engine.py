@@ -142,7 +142,7 @@ def test_none_at_all_names_the_places_and_the_fix() -> None:
         engine.find_engine()
     error = caught.value
     assert (error.reference, error.exit_code) == ("engine-missing", 5)
-    assert "nobody/llama.cpp/build/bin/llama-server: not there" in error.context
+    assert "nobody/llama.cpp/build/bin" in error.context
     assert error.fix.startswith("launcher engine install")
 
 

@@ -206,7 +206,7 @@ def test_a_checkpoint_is_what_a_prompt_cannot_rebuild() -> None:
 
 
 def test_a_linear_attention_layer_is_known_by_its_convolution() -> None:
-    """Kimi-Linear names projections of its recurrent layers attn_*; Falcon-H1 has a cache and a state in every layer."""
+    """Kimi-Linear calls projections of its recurrent layers attn_*; Falcon-H1 has cache and state in every layer."""
     base = moe_header([0] * 2)
     conv = tensor("blk.1.ssm_conv1d_q.weight", (4, 512))
 

@@ -45,7 +45,7 @@ from launcher.structs import (
     Status,
     WayOut,
 )
-from launcher.units import GIB, MIB
+from launcher.units import GIB, MIB, engine_label
 
 SCHEMA = json.loads((Path(launcher.__file__).parent.parent / "docs" / "plan.schema.json").read_text())
 
@@ -323,7 +323,7 @@ def test_engines_are_called_what_people_call_them() -> None:
         ("0.6.0-dev (build 0, commit unknown)", "llama.cpp 0.6.0-dev"),
         ("unknown", "llama.cpp unknown"),
     ):
-        assert out.engine_name(version) == name
+        assert engine_label(version) == name
 
 
 def test_closed_gates_come_first_with_their_fix() -> None:

@@ -98,7 +98,7 @@ def test_demo_slugs() -> None:
     assert (host.serve.port, host.placement.residency, host.rpc, host.devices_min) == (8040, "none", None, 0)
     assert (two.serve.port, two.placement.residency) == (8041, "auto")
     assert two.rpc is not None
-    assert (two.rpc.hosts, two.rpc.spawn) == (("127.0.0.1:50152", "127.0.0.1:50153"), True)
+    assert (two.rpc.hosts, two.rpc.spawn) == (("127.0.0.1:18152", "127.0.0.1:18153"), True)
     assert two.rpc.memory_bytes == 190 * MIB
 
 
