@@ -158,8 +158,6 @@ def probe(path: str, found_by: str) -> Engine:
     known = _load(_cache(f"{digest}.json"))
     if known.get("schema") != _CACHE_SCHEMA or not {"version", "flags", "spec_types"} <= known.keys():
         known = _ask(binary, found_by, digest)
-    beside = [binary.parent / name for name in ("ggml-rpc-server", "rpc-server")]
-    beside += [binary.resolve().parent / b.name for b in beside]
     return Engine(
         path=str(binary),
         version=str(known["version"]),
@@ -167,8 +165,18 @@ def probe(path: str, found_by: str) -> Engine:
         found_by=found_by,
         flags=frozenset(known["flags"]),
         spec_types=frozenset(known["spec_types"]),
-        rpc_server=next((str(b) for b in beside if os.access(b, os.X_OK)), None),
+        rpc_server=_beside(binary, "ggml-rpc-server", "rpc-server"),
     )
+
+
+def fit_params(engine: Engine) -> str | None:
+    """The llama-fit-params of the same build, None without one."""
+    return _beside(Path(engine.path), "llama-fit-params")
+
+
+def _beside(binary: Path, *names: str) -> str | None:
+    folders = (binary.parent, binary.resolve().parent)
+    return next((str(f / n) for f in folders for n in names if os.access(f / n, os.X_OK)), None)
 
 
 def parse_help(text: str) -> tuple[frozenset[str], frozenset[str]]:

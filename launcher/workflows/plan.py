@@ -15,10 +15,12 @@ from typing import Any
 from launcher import planner
 from launcher.errors import DeviceUnusable, DoesNotFit
 from launcher.facts import dry_run as dry
-from launcher.facts import gguf_header
+from launcher.facts import dry_run_cache, gguf_header
+from launcher.facts import engine as engine_facts
 from launcher.planner import rules
 from launcher.serve import argv, ports, preflight, state
 from launcher.structs import (
+    Engine,
     Inventory,
     Launch,
     MeasuredCompute,
@@ -26,6 +28,7 @@ from launcher.structs import (
     Plan,
     RunRecord,
     Settings,
+    Source,
 )
 from launcher.workflows import overrides, ways_out, world
 from launcher.workflows import target as targets
@@ -122,6 +125,7 @@ def gather(target: Target, given: Mapping[str, Any], found: World) -> Inputs:
     """Read the headers and settle the settings. Raises ModelUnreadable, UsageError."""
     header = targets.header_of(target)
     settings = overrides.settings(target.slug, given, found.inventory.host)
+    settings = overrides.with_pins(settings, target.pins, given, found.inventory.devices)
     overrides.check_cache(settings, header)
     drafter, kind, depth = _drafter(target, given)
     return Inputs(
@@ -162,12 +166,16 @@ def _drafter(target: Target, given: Mapping[str, Any]) -> tuple[ModelHeader | No
 
 def make(inputs: Inputs) -> Planned:
     """Plan, ask the engine, plan again; never more than two dry runs."""
-    return _noted(_measured(inputs), _too_deep(inputs))
+    planned = _measured(inputs)
+    engine = inputs.inventory.engine
+    if engine is not None and not engine.can("flag:--fit"):
+        planned = replace(planned, plan=_as_bounds(planned.plan))
+    return _noted(planned, _too_deep(inputs))
 
 
 def _measured(inputs: Inputs) -> Planned:
     first = launched(inputs, inputs.plan())
-    if inputs.no_dry_run or first.lacks is not None:
+    if first.lacks is not None:
         return _noted(first, _UNASKED.format(inputs.no_dry_run or first.lacks))
     measured, note = _dry_run(first)
     if measured is None:
@@ -186,6 +194,7 @@ def _measured(inputs: Inputs) -> Planned:
 _UNASKED = "no dry run ({}): compute buffers are upper bounds"
 # The one thing that a dry run which measured the model can lack; the engine's own words are about its insides.
 _UNMEASURED = "the engine's dry run cannot measure this drafter: its numbers are formulas"
+_NO_FIT = "this llama-server has no --fit"
 
 
 def _too_deep(inputs: Inputs) -> str:
@@ -240,12 +249,56 @@ def _build(inputs: Inputs, plan: Plan, host: str, port: int, *, asked: bool) -> 
 
 
 def _dry_run(planned: Planned) -> tuple[MeasuredCompute | None, str]:
-    words = argv.dry_run_argv(planned.launch, ports.free_port("127.0.0.1"))
-    drafts = planned.plan.settings.drafter_type is not None and planned.plan.settings.draft_n_max > 0
-    done = dry.dry_run(words, planned.launch.env, expect_drafter=drafts)
+    """(what the engine says about this plan or None, what to say about that): kept from before, else asked now.
+
+    A kept answer disturbs nobody, so it serves where the engine must not be asked as well.
+    """
+    inputs, launch = planned.inputs, planned.launch
+    engine = inputs.inventory.engine
+    if engine is None:
+        return None, inputs.no_dry_run
+    headers = (inputs.header, inputs.drafter)
+    digests = {h.path: h.digest for h in headers if h is not None}
+    name = dry_run_cache.key(engine.digest, launch.argv, digests, (d.device for d in planned.plan.devices))
+    done = dry_run_cache.load(name)
+    if done is None:
+        if inputs.no_dry_run:
+            return None, inputs.no_dry_run
+        if not engine.can("flag:--fit"):
+            return _bounded(planned, engine)
+        words = argv.dry_run_argv(launch, ports.free_port("127.0.0.1"))
+        if not engine.can("flag:--log-jsonl"):
+            words = tuple(w for w in words if w != "--log-jsonl")
+        drafts = planned.plan.settings.drafter_type is not None and planned.plan.settings.draft_n_max > 0
+        done = dry.dry_run(words, launch.env, expect_drafter=drafts)
+        dry_run_cache.store(name, done)
     if done.status != "ok" or done.measured is None:
         return None, " ".join(done.note.split())
     return _in_rig_names(done.measured, planned.plan), _UNMEASURED if done.note else ""
+
+
+def _bounded(planned: Planned, engine: Engine) -> tuple[MeasuredCompute | None, str]:
+    """The lower of two upper bounds, llama-fit-params' and the formula's, for an engine that cannot measure itself."""
+    program = engine_facts.fit_params(engine)
+    said = argv.parse_back(planned.launch.argv)
+    if program is None or planned.plan.settings.n_parallel > 1 or "extra" in said:
+        why = "llama-fit-params knows one stream and no other flags" if program else "no llama-fit-params beside it"
+        return None, f"{_NO_FIT}, and {why}"
+    done = dry.fit_print(program, planned.launch.argv, planned.launch.env)
+    if done.measured is None:
+        return None, " ".join(done.note.split())
+    formula = {d.device.name: d.terms["compute"] for d in planned.plan.devices}
+    bounds = {name: min(n, formula.get(name, n)) for name, n in done.measured.compute_bytes.items()}
+    host = min(done.measured.host_compute_bytes, planned.plan.host.terms["compute"])
+    measured = replace(done.measured, compute_bytes=bounds, host_compute_bytes=host)
+    return _in_rig_names(measured, planned.plan), _UNASKED.format(_NO_FIT + " but llama-fit-params")
+
+
+def _as_bounds(plan: Plan) -> Plan:
+    """Without a label of their own, bounds go by the lesser one: `dry-run` is for what the engine will reserve."""
+    host = replace(plan.host, source={**plan.host.source, "compute": Source.FORMULA})
+    devices = tuple(replace(d, source={**d.source, "compute": Source.FORMULA}) for d in plan.devices)
+    return replace(plan, host=host, devices=devices)
 
 
 def _in_rig_names(measured: MeasuredCompute, plan: Plan) -> MeasuredCompute:

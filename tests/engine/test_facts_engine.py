@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import launcher
 from launcher.errors import DeviceUnusable
 from launcher.facts import rpc
 from launcher.facts.devices import read_devices
-from launcher.facts.dry_run import dry_run
-from launcher.facts.engine import clean_env, find_engine, probe
+from launcher.facts.dry_run import dry_run, fit_print
+from launcher.facts.engine import clean_env, find_engine, fit_params, probe
 from launcher.facts.load_log import LoadLog, parse_load_log
 from launcher.structs import Engine
 from launcher.units import MIB
+from tests.engine.conftest import RpcServers
 from tests.engine.ports import free_port
 
 pytestmark = pytest.mark.engine
@@ -155,6 +161,82 @@ def test_a_dry_run_gives_what_the_load_then_takes(
         assert 0 <= real_bytes - dry_bytes < 1.01 * MIB  # the engine cuts off below a MiB
     assert real.overrides == 12
     assert real.layer_devices == tuple((i, "RPC0") for i in range(9))
+
+
+def test_the_table_of_text_says_what_the_event_says(
+    engine: Engine, rpc_servers: RpcServers, tiny: Callable[[str], Path]
+) -> None:
+    draft = ("-md", str(tiny("tiny-gpt-oss")), "--spec-type", "draft-simple", "--spec-draft-n-max", "4")
+    argv = ("--rpc", ",".join(rpc_servers(2)), "-m", str(tiny("tiny-qwen3moe")), "-ot", EXPERTS_OF_0_TO_3, *draft)
+    dry = (engine.path, *argv, *SETTINGS, "--port", str(free_port()), "-lv", "4", "--fit", "on")
+    text = dry_run(dry, clean_env(os.environ), expect_drafter=True)
+    event = dry_run((*dry, "--log-jsonl"), clean_env(os.environ), expect_drafter=True)
+    assert text == event
+    assert text.measured and text.measured.draft_bytes and min(text.measured.draft_bytes.values()) > 0
+
+
+def test_fit_params_bounds_what_the_server_measures(
+    engine: Engine, rpc_servers: RpcServers, tiny: Callable[[str], Path]
+) -> None:
+    program = fit_params(engine)
+    if program is None:
+        pytest.skip("no llama-fit-params beside this engine")
+    argv = ("--rpc", ",".join(rpc_servers(2)), "-m", str(tiny("tiny-qwen3moe")), "-ot", EXPERTS_OF_0_TO_3)
+    served = (engine.path, *argv, *SETTINGS, "--port", str(free_port()), "-lv", "4", "--fit", "on", "--log-jsonl")
+    bound = fit_print(program, served, clean_env(os.environ)).measured
+    real = dry_run(served, clean_env(os.environ), expect_drafter=False).measured
+    assert bound and real
+    assert bound.compute_bytes.keys() == real.compute_bytes.keys() == {"RPC0", "RPC1"}
+    assert all(bound.compute_bytes[name] >= n for name, n in real.compute_bytes.items())
+    assert bound.host_compute_bytes >= real.host_compute_bytes
+
+
+def timed_plan(*argv: str) -> tuple[float, dict[str, Any]]:
+    """Seconds of a whole `plan` in a process of its own, and its document."""
+    started = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-m", "launcher", "plan", *argv, "--json"], capture_output=True, text=True, check=False,
+        cwd=Path(launcher.__file__).parent.parent, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    took = time.monotonic() - started
+    assert done.stdout, done.stderr
+    doc: dict[str, Any] = json.loads(done.stdout)
+    return took, doc
+
+
+def test_a_plan_of_five_shards_with_two_dry_runs_takes_seconds_and_a_kept_one_less(
+    engine: Engine, rpc_servers: RpcServers, replica: Callable[[str], Path], launcher_home: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    model, endpoints = replica("deepseek-v4-flash-UD-Q8_K_XL"), rpc_servers(2)
+    monkeypatch.setenv("MODEL_DIR", str(model.parent))
+    monkeypatch.setenv("LLAMA_SERVER", engine.path)
+    path = launcher_home / "config" / "slugs" / "t" / "five.yaml"
+    path.parent.mkdir(parents=True)
+    devices, _ = read_devices(engine, env=os.environ, rpc_hosts=endpoints, cards=())
+    free_mib = min((d.free_bytes or 0) // MIB for d in devices)
+    if free_mib < 16 << 10:
+        pytest.skip(f"{free_mib} MiB are free: too little to place this model")
+    kept = launcher_home / "cache" / "dry-runs"
+    for use_mib in range(14000, 16000, 100):  # one dry run is enough where it changes nothing
+        shutil.rmtree(kept, ignore_errors=True)
+        path.write_text(
+            f"schema: 1\nstatus: production\ntitle: five\nmodel: {{file: {model.name}}}\n"
+            f"rpc: {{hosts: {json.dumps(endpoints)}, memory: {use_mib}MiB}}\n"
+            f"serve: {{n_ctx: 200k, n_batch: 4096, n_ubatch: 4096}}\n"
+        )
+        took, doc = timed_plan("t/five")
+        if len(list(kept.iterdir())) == 2:
+            break
+    assert len(list(kept.iterdir())) == 2
+    written = {file: file.stat().st_mtime_ns for file in kept.iterdir()}
+    again, cached = timed_plan("t/five")
+    assert {file: file.stat().st_mtime_ns for file in kept.iterdir()} == written
+    with capsys.disabled():
+        print(f"\nplan of five shards on two RPC devices: two dry runs {took:.2f} s, kept {again:.2f} s")
+    for found in (doc, cached):
+        assert [d["source"]["compute"] for d in found["devices"]] == ["dry-run", "dry-run"]
+    assert max(again, took) < 6
 
 
 def test_a_drafter_is_measured_and_loaded_as_one(engine: Engine, tiny: Callable[[str], Path], tmp_path: Path) -> None:

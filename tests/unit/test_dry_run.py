@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 
-from launcher.facts.dry_run import dry_run, parse_events
+from launcher.facts import dry_run_cache, paths
+from launcher.facts.dry_run import DryRun, dry_run, fit_print, parse_events
 from launcher.structs import MeasuredCompute
 from launcher.units import MIB
+from tests import models
 
 CAPTURED = Path(__file__).parents[1] / "captured"
 
@@ -84,6 +88,44 @@ def test_the_load_line_of_a_trial_does_not_stop_the_reading() -> None:
     assert parse_events(log[first:]).status == "skipped"  # outside of a fit it is the real load
 
 
+def test_the_table_of_an_engine_without_json() -> None:
+    run = parse_events(lines("fit_draft_text.log"))
+    assert (run.status, run.note) == ("ok", "")
+    assert run.measured == MeasuredCompute(
+        compute_bytes={"RPC0": 30 * MIB, "RPC1": 28 * MIB},
+        host_compute_bytes=21 * MIB,
+        model_bytes={"RPC0": 17 * MIB, "RPC1": 10 * MIB, "Host": 0},
+        context_bytes={"RPC0": 20 * MIB, "RPC1": 12 * MIB, "Host": 0},
+    )
+    found = measured(parse_events(lines("fit_draft_text.log"), expect_drafter=True).measured)
+    assert found.draft_bytes == {"RPC0": (9 + 10 + 33) * MIB, "RPC1": (6 + 8 + 31) * MIB}
+    assert found.draft_host_bytes == 24 * MIB
+
+
+SAYS = "0.00.060.584 I common_memory_breakdown_print: |"
+TABLE = f"""\
+{SAYS} memory breakdown [MiB]      | total    free     self   model   context   compute   |
+{SAYS}   - CUDA0 (3090 | = (odd)) | 24576 = 23800 + ( 1000 =   700 +     100 +     200) + -224 |
+{SAYS}   - Host                    |                    500 =   300 +       0 +     200         |
+"""
+REPACK = f"""\
+{SAYS}   - CPU_REPACK              |                   9000 =  8996 +       1 +       3         |
+0.00.120.983 I common_params_fit_impl: projected memory use with initial parameters [MiB]:
+"""
+
+
+def test_rows_of_a_table() -> None:
+    found = measured(parse_events((TABLE + REPACK).splitlines()).measured)
+    assert found.compute_bytes == {"CUDA0": 200 * MIB}
+    assert found.model_bytes == {"CUDA0": 700 * MIB, "Host": 9296 * MIB}
+    assert found.host_compute_bytes == 203 * MIB
+
+
+def test_a_table_that_breaks_off_is_none() -> None:
+    assert parse_events(TABLE.splitlines()).status == "ok"
+    assert parse_events(TABLE.splitlines()[:2]).status == "skipped"
+
+
 def engine(tmp_path: Path, body: str) -> tuple[str, ...]:
     """A script that plays llama-server; it writes its pid, and a second file if it was left alive to load."""
     script = tmp_path / "engine.py"
@@ -112,6 +154,117 @@ def test_the_child_is_killed_before_it_loads(tmp_path: Path) -> None:
     run = dry_run(argv, os.environ, expect_drafter=False)
     assert run.status == "ok"
     assert gone(tmp_path) and not (tmp_path / "loaded").exists()
+
+
+def test_the_table_is_read_from_stderr_and_the_child_killed_before_it_loads(tmp_path: Path) -> None:
+    body = f"print({TABLE + REPACK!r}, end='', file=sys.stderr, flush=True)\nload()\n"
+    run = dry_run(engine(tmp_path, body), os.environ, expect_drafter=False)
+    assert measured(run.measured).compute_bytes == {"CUDA0": 200 * MIB}
+    assert gone(tmp_path) and not (tmp_path / "loaded").exists()
+
+
+def test_the_text_of_an_error_is_the_reason(tmp_path: Path) -> None:
+    said = "0.00.120.987 I srv  init: ok\n0.00.121.405 E llama_model_load: error loading model: no such tensor\n"
+    argv = engine(tmp_path, f"print({said!r}, file=sys.stderr)\nsys.exit(1)\n")
+    assert dry_run(argv, os.environ, expect_drafter=False).note == (
+        "llama_model_load: error loading model: no such tensor"
+    )
+
+
+def fit_params(tmp_path: Path, body: str) -> str:
+    script = tmp_path / "llama-fit-params"
+    script.write_text(f"#!{sys.executable}\nimport json, sys\n{body}\n")
+    script.chmod(0o755)
+    return str(script)
+
+
+SERVED = ("llama-server", "-m", "/m.gguf", "-c", "8192", "-np", "1", "-no-kvu", "-dev", "RPC0", "--port", "1", "-md",
+          "/d.gguf", "-ot", "a=CPU", "--metrics", "--fit", "off")  # fmt: skip
+
+
+def test_fit_params_gets_what_it_knows_and_bounds_compute_alone(tmp_path: Path) -> None:
+    program = fit_params(
+        tmp_path,
+        f"json.dump(sys.argv[1:], open({str(tmp_path / 'argv')!r}, 'w'))\nprint('RPC0 11 20 16 \\nHost 6 0 15 ')",
+    )
+    run = fit_print(program, SERVED, os.environ)
+    assert run.measured == MeasuredCompute(
+        compute_bytes={"RPC0": 16 * MIB}, host_compute_bytes=15 * MIB, model_bytes={}, context_bytes={}
+    )
+    assert json.loads((tmp_path / "argv").read_text()) == [
+        "-m", "/m.gguf", "-c", "8192", "-dev", "RPC0", "-ot", "a=CPU", "--fit-print", "on",
+    ]  # fmt: skip
+
+
+def test_fit_params_that_fails_says_why(tmp_path: Path) -> None:
+    run = fit_print(fit_params(tmp_path, "sys.exit('error: invalid argument: -ot')"), SERVED, os.environ)
+    assert (run.status, run.note, run.measured) == ("skipped", "error: invalid argument: -ot", None)
+    assert fit_print(str(tmp_path / "none"), SERVED, os.environ).status == "skipped"
+
+
+OK = DryRun(
+    status="ok", note="",
+    measured=MeasuredCompute(
+        compute_bytes={"CUDA0": 5}, host_compute_bytes=1, model_bytes={"CUDA0": 6, "Host": 2},
+        context_bytes={"CUDA0": 7}, draft_bytes={"CUDA0": 8}, draft_host_bytes=9,
+    ),
+)  # fmt: skip
+
+
+def test_an_answer_is_kept() -> None:
+    assert dry_run_cache.load("k") is None
+    dry_run_cache.store("k", OK)
+    assert dry_run_cache.load("k") == OK
+    (paths.cache_dir() / "dry-runs" / "k.json").write_text('{"note": "", "measured": {"compute_bytes": 3}}')
+    assert dry_run_cache.load("k") is None
+
+
+def test_only_a_complete_answer_is_kept() -> None:
+    unmeasured = parse_events(lines("fit_unmeasured_drafter.jsonl"), expect_drafter=True)
+    for run, kept in (
+        (DryRun(status="skipped", note="the engine measured nothing in 60 s", measured=None), False),
+        (replace(OK, note="the engine did not measure the drafter"), False),  # killed or timed out in between
+        (unmeasured, True),
+    ):
+        dry_run_cache.store("k", run)
+        assert (dry_run_cache.load("k") == run) is kept
+
+
+def test_the_key_is_all_that_decides_and_nothing_else(tmp_path: Path) -> None:
+    card, projector = models.card(0, 20000), tmp_path / "mmproj.gguf"
+    projector.write_bytes(b"1")
+    argv = (
+        "/bin/llama-server",
+        "-m",
+        "/a/m.gguf",
+        "-c",
+        "8192",
+        "--host",
+        "::",
+        "--port",
+        "1",
+        "--mmproj",
+        str(projector),
+    )
+    digests = {"/a/m.gguf": "m"}
+    base = dry_run_cache.key("e", argv, digests, [card])
+    moved = tuple({"/a/m.gguf": "/b/m.gguf", "::": "0.0.0.0", "1": "2"}.get(word, word) for word in argv)
+    assert dry_run_cache.key("e", ("/usr/bin/x", *moved[1:]), {"/b/m.gguf": "m"}, [replace(card, free_bytes=1)]) == base
+    store = ("--cache-ram", "2048", "--ctx-checkpoints", "26")
+    assert dry_run_cache.key("e", (*argv, *store), digests, [card]) == base
+    others = [
+        dry_run_cache.key("f", argv, digests, [card]),
+        dry_run_cache.key("e", argv, {"/a/m.gguf": "n"}, [card]),
+        dry_run_cache.key("e", (*argv[:4], "4096", *argv[5:]), digests, [card]),
+        dry_run_cache.key("e", argv, digests, []),
+        *(
+            dry_run_cache.key("e", argv, digests, [replace(card, **{field: value})])  # type: ignore[arg-type]
+            for field, value in (("name", "CUDA1"), ("description", "other"), ("total_bytes", 1))
+        ),
+    ]
+    projector.write_bytes(b"12")
+    others.append(dry_run_cache.key("e", argv, digests, [card]))
+    assert len({base, *others}) == 1 + len(others)
 
 
 def test_a_load_line_ends_it_though_the_drafter_is_missing(tmp_path: Path) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from launcher.errors import DoesNotFit, UsageError
-from launcher.structs import MeasuredCompute, Plan, Settings
+from launcher.serve import argv
+from launcher.structs import Engine, MeasuredCompute, Plan, Settings, Source
 from launcher.units import GIB, MIB
 from launcher.workflows import overrides, target, ways_out
 from launcher.workflows import plan as workflow
@@ -80,6 +83,102 @@ def test_measures_are_taken_home_under_the_names_of_the_rig() -> None:
     home = workflow._in_rig_names(seen, replace(plan, devices=(one,)))
     assert home.compute_bytes == {"CUDA1": 5}
     assert home.draft_bytes == {"CUDA1": 8}
+
+
+class Asked:
+    """Inputs with a script for an engine, which counts its calls and answers the same to each."""
+
+    def __init__(self, folder: Path, *, without: tuple[str, ...] = (), answers: bool = True) -> None:
+        self.folder = folder
+        self.calls = folder / "calls"
+        self.answer(answers)
+        tables = (argv.SPELLINGS, argv.SWITCHES)
+        flags = frozenset(word for table in tables for words in table.values() for word in words)
+        self.engine = Engine(
+            path=str(folder / "llama-server"), version="test", digest="d1", found_by="--engine",
+            flags=flags - set(without),
+        )  # fmt: skip
+
+    def answer(self, answers: bool) -> None:
+        row = {"self": 0, "model": 1, "context": 1}
+        rows = [{"kind": "device", "name": f"CUDA{i}", "compute": 700 + i, **row} for i in (0, 1)]
+        rows.append({"kind": "host", "name": "Host", "compute": 300, **row})
+        event = json.dumps({"type": "fit_memory_breakdown", "data": {"rows": rows}})
+        end = f"print({event!r}, flush=True)\ntime.sleep(60)" if answers else "sys.exit(1)"
+        self.script("llama-server", f"open({str(self.calls)!r}, 'a').write('.')\n{end}")
+
+    def script(self, name: str, body: str) -> None:
+        path = self.folder / name
+        path.write_text(f"#!{sys.executable}\nimport sys, time\n{body}\n")
+        path.chmod(0o755)
+
+    def inputs(self, *, no_dry_run: str = "", free_mib: int = 24125) -> Inputs:
+        made = inputs(drafted=False)
+        cards = tuple(replace(d, free_bytes=free_mib * MIB) for d in made.inventory.devices)
+        inventory = replace(made.inventory, engine=self.engine, devices=cards)
+        return replace(made, inventory=inventory, no_dry_run=no_dry_run)
+
+    @property
+    def count(self) -> int:
+        return len(self.calls.read_text()) if self.calls.exists() else 0
+
+
+def test_an_engine_is_asked_once_for_one_command_line(tmp_path: Path) -> None:
+    asked = Asked(tmp_path)
+    first = workflow.make(asked.inputs()).plan
+    calls = asked.count
+    assert 1 <= calls <= 2
+    assert [d.terms["compute"] // MIB for d in first.devices] == [700, 701]
+    again = workflow.make(asked.inputs()).plan
+    assert (asked.count, again) == (calls, first)
+    assert {d.source["compute"] for d in again.devices} == {Source.DRY_RUN}
+
+
+def test_beside_a_server_without_room_what_was_kept_comes_before_the_formula(tmp_path: Path) -> None:
+    asked = Asked(tmp_path)
+    tight = "too little is free on CUDA0 beside what runs there"
+    formula = workflow.make(asked.inputs(no_dry_run=tight)).plan
+    assert asked.count == 0
+    assert {d.source["compute"] for d in formula.devices} == {Source.FORMULA}
+    assert f"no dry run ({tight}): compute buffers are upper bounds" in formula.warnings
+    free = workflow.make(asked.inputs()).plan
+    calls = asked.count
+    kept = workflow.make(asked.inputs(no_dry_run=tight)).plan
+    assert (asked.count, kept) == (calls, free)
+    assert not any("dry run" in w for w in kept.warnings)
+
+
+def test_another_engine_is_asked_itself(tmp_path: Path) -> None:
+    asked = Asked(tmp_path)
+    workflow.make(asked.inputs())
+    calls = asked.count
+    asked.engine = replace(asked.engine, digest="d2")
+    workflow.make(asked.inputs())
+    assert asked.count == 2 * calls
+
+
+def test_a_dry_run_that_failed_is_tried_again(tmp_path: Path) -> None:
+    asked = Asked(tmp_path, answers=False)
+    failed = workflow.make(asked.inputs()).plan
+    assert any(w.startswith("no dry run (") for w in failed.warnings)
+    asked.answer(True)
+    assert {d.source["compute"] for d in workflow.make(asked.inputs()).plan.devices} == {Source.DRY_RUN}
+
+
+def test_an_engine_that_cannot_measure_has_the_lower_of_two_bounds(tmp_path: Path) -> None:
+    asked = Asked(tmp_path, without=("--fit", "-fit", "--log-jsonl"))
+    alone = workflow.make(asked.inputs()).plan
+    assert any("this llama-server has no --fit, and no llama-fit-params beside it" in w for w in alone.warnings)
+    asked.script("llama-fit-params", "print('CUDA0 1 1 900 \\nCUDA1 1 1 999999 \\nHost 1 1 10 ')")
+    bounded = workflow.make(asked.inputs()).plan
+    assert asked.count == 0
+    assert [d.terms["compute"] for d in bounded.devices] == [900 * MIB, alone.devices[1].terms["compute"]]
+    assert {d.source["compute"] for d in (*bounded.devices, bounded.host)} == {Source.FORMULA}
+    note = "no dry run (this llama-server has no --fit but llama-fit-params): compute buffers are upper bounds"
+    assert note in bounded.warnings
+    assert not (tmp_path / "home" / "cache" / "dry-runs").exists()
+    two = replace(asked.inputs(), settings=replace(asked.inputs().settings, n_parallel=2))
+    assert any("knows one stream" in w for w in workflow.make(two).plan.warnings)
 
 
 def test_ways_out_are_planned_and_the_first_one_that_fits_is_the_fix() -> None:
