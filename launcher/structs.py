@@ -433,6 +433,8 @@ class WayOut:
     resident_layers: int
     host_required_bytes: int
     host_available_bytes: int
+    decode_tps: Range | None = None
+    prefill_tps: Range | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -549,6 +551,7 @@ class RunRecord:
     state: str  # starting | ready | failed
     started_at: float
     ready_at: float | None = None
+    audit: Audit | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -568,18 +571,47 @@ class RunEnd:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditRow:
-    """Planned against real bytes of one buffer kind on one device."""
+    """Planned against real bytes of one kind on one device; shown: far enough apart that a person should see it."""
 
     device: str
-    kind: str  # 'model', 'kv', 'compute'
+    kind: str  # 'model', 'kv', 'compute', 'drafter', 'context'
     planned_bytes: int
     real_bytes: int
+    shown: bool = False
+    source: Source | None = None  # where the planned number came from
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditCard:
+    """What the driver says of one card once the server is ready.
+
+    planned_bytes  every term of the plan but the margin
+    used_bytes     what our server holds there, None when the driver does not tell
+    buffers_bytes  the sum of its buffers on it, as its log says
+    context_bytes  what it holds beyond them; None when that cannot be told
+    by             'process': of our own pid; 'card': what the card had free before less what it has free now
+    """
+
+    device: str
+    planned_bytes: int
+    used_bytes: int | None
+    buffers_bytes: int
+    context_bytes: int | None
+    free_bytes: int | None
+    margin_bytes: int
+    by: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Audit:
-    """What the load log says, beside the plan."""
+    """What the load log and the driver say, beside the plan.
+
+    worst   buffers that do not lie as planned, empty when they do
+    failed  what must hold after boot and does not (the margin is not free)
+    """
 
     rows: tuple[AuditRow, ...]
     ok: bool
     worst: str
+    cards: tuple[AuditCard, ...] = ()
+    failed: tuple[str, ...] = ()

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from launcher.render import document, out
-from launcher.structs import RunEnd, RunRecord
-from launcher.units import human
+from launcher.render.switch import card_line
+from launcher.structs import Audit, RunEnd, RunRecord, Source
+from launcher.units import MIB, human, mib
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -23,7 +24,7 @@ def show(servers: Sequence[Mapping[str, Any]], *, as_json: bool = False) -> None
 
 
 def screen(servers: Sequence[Mapping[str, Any]]) -> Iterator[Text | str]:
-    """Two lines a server."""
+    """Two lines a server, and what came out other than planned."""
     if not servers:
         yield "nothing runs (launcher list, then: switch SLUG)"
     for s in servers:
@@ -39,6 +40,31 @@ def screen(servers: Sequence[Mapping[str, Any]]) -> Iterator[Text | str]:
         yield out.line((f"{s['state']:<14}  ", style), f"{record.slug}  {document.url(record.host, record.port)}")
         kept = "" if s["keeper_alive"] else "; its keeper is gone, so nobody will note how it ends"
         yield f"  model {record.alias}, pid {pid}, up {out.duration(s['uptime_s'] or 0)}{memory}{busy}{kept}"
+        if record.audit is not None:
+            yield from audit_lines(record.audit)
+
+
+def audit_lines(audit: Audit) -> Iterator[Text | str]:
+    """What each card held after boot, every difference that matters, every invariant that failed."""
+    for card in audit.cards:
+        yield f"  after boot {card_line(card)}"
+    for row in (row for row in audit.rows if row.shown):
+        apart = f"{round((row.real_bytes - row.planned_bytes) / MIB):+,}"
+        bound = " (an upper bound)" if row.kind in ("compute", "drafter") and row.source is Source.FORMULA else ""
+        planned = f"planned {mib(row.planned_bytes)} MiB{bound}"
+        yield f"  {row.device} {row.kind}: {planned}, real {mib(row.real_bytes)} ({apart})"
+    if audit.worst:
+        yield from _folded("not as planned: ", audit.worst)
+    for text in audit.failed:
+        yield from _folded("warning: ", text)
+    if audit.ok and not any(row.shown for row in audit.rows):
+        yield "  memory as planned"
+
+
+def _folded(head: str, text: str) -> Iterator[Text | str]:
+    first, *more = out.fold(head + text, "    ", out.WIDTH - 2)
+    yield out.line("  ", (first[: len(head)], "no"), first[len(head) :])
+    yield from (f"  {part}" for part in more)
 
 
 def show_stopped(stopped: Sequence[tuple[RunRecord, RunEnd | None]], *, as_json: bool = False) -> int:

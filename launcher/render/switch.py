@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Self
 from launcher.render import document, out, preflight
 from launcher.render import plan as plan_screen
 from launcher.render.progress import Line, Rate, amounts, bar
-from launcher.structs import Audit, Gate, Launch, Plan, RunRecord
+from launcher.structs import Audit, AuditCard, Gate, Launch, Plan, RunRecord
 from launcher.units import MIB, gib, mib
 
 if TYPE_CHECKING:
@@ -122,12 +122,14 @@ class Progress:
             return
         for i, text in enumerate(audit_lines(audit)):
             self._say("audit" if i == 0 else "", text, None)
-        if not audit.ok:
+        if audit.worst:
             self._say("", f"not as planned: {audit.worst}", "no")
+        for text in audit.failed:
+            self._say("warning", text, "no")
 
 
 def audit_lines(audit: Audit) -> list[str]:
-    """`CUDA0 model planned 9,093.0 real 9,093.0 (+0.0), kv ...` in MiB."""
+    """`CUDA0 planned/real MiB: model 9,093/9,093 (+0), kv ...`, then what the driver says of the card."""
     lines = []
     for name in dict.fromkeys(row.device for row in audit.rows):
         rows = [row for row in audit.rows if row.device == name and (row.planned_bytes or row.real_bytes)]
@@ -136,7 +138,18 @@ def audit_lines(audit: Audit) -> list[str]:
             for r in rows
         ]
         lines.append(f"{name} planned/real MiB: {', '.join(parts) or 'nothing'}")
+        lines += [card_line(card) for card in audit.cards if card.device == name]
     return lines
+
+
+def card_line(card: AuditCard) -> str:
+    """`CUDA0 holds 6,550 MiB, 6,461 planned; 136,605 free (margin 1,436)`; what nobody tells is left out."""
+    how = " by the card's free memory" if card.by == "card" else ""
+    holds = (
+        "" if card.used_bytes is None else f"holds {mib(card.used_bytes)} MiB{how}, {mib(card.planned_bytes)} planned"
+    )
+    free = "" if card.free_bytes is None else f"{mib(card.free_bytes)} free (margin {mib(card.margin_bytes)})"
+    return f"{card.device} {'; '.join(filter(None, (holds, free))) or 'the driver does not tell what it holds'}"
 
 
 def show(record: RunRecord, plan: Plan, launch: Launch | None, audit: Audit | None, *, as_json: bool = False) -> int:

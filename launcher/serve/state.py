@@ -31,7 +31,7 @@ from launcher.facts.paths import state_dir
 from launcher.serve.process import alive as alive
 from launcher.serve.process import identify as identify
 from launcher.serve.process import proc as proc
-from launcher.structs import ProcessId, RunEnd, RunRecord
+from launcher.structs import Audit, AuditCard, AuditRow, ProcessId, RunEnd, RunRecord, Source
 from launcher.units import MIB, human
 
 SCHEMA = 1
@@ -182,7 +182,26 @@ def from_dict(document: object) -> RunRecord:
     fields["rpc_servers"] = tuple(p for p in map(identity, fields["rpc_servers"]) if p)
     fields["rpc_endpoints"] = tuple(fields["rpc_endpoints"])
     fields["argv"] = tuple(fields["argv"])
+    fields["audit"] = _audit(fields.get("audit"))
     return RunRecord(**fields)
+
+
+def _audit(value: object) -> Audit | None:
+    """An audit from its JSON form, None when it is not one: what was compared is no reason to lose a server."""
+    if not isinstance(value, dict):
+        return None
+    try:
+        rows = [{k: v for k, v in row.items() if k in AuditRow.__dataclass_fields__} for row in value["rows"]]
+        cards = [{k: v for k, v in c.items() if k in AuditCard.__dataclass_fields__} for c in value.get("cards", ())]
+        return Audit(
+            rows=tuple(AuditRow(**{**r, "source": Source(r["source"]) if r.get("source") else None}) for r in rows),
+            ok=bool(value["ok"]),
+            worst=str(value["worst"]),
+            cards=tuple(AuditCard(**c) for c in cards),
+            failed=tuple(str(line) for line in value.get("failed", ())),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return None
 
 
 def write(record: RunRecord) -> None:

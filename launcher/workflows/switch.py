@@ -9,7 +9,7 @@ import contextlib
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
@@ -19,10 +19,10 @@ import httpx
 from launcher.errors import DeviceUnusable, LauncherError, Refused
 from launcher.facts import devices as device_facts
 from launcher.facts import load_log
-from launcher.measure import verify
+from launcher.measure import learned, verify
 from launcher.serve import native, server, state, wait
 from launcher.serve.rpc import RpcSpawn
-from launcher.structs import Audit, Gate, Plan, RunRecord
+from launcher.structs import Audit, Engine, Gate, Plan, RunRecord
 from launcher.units import MIB
 from launcher.workflows import overrides, plan, preflight
 from launcher.workflows import target as targets
@@ -92,7 +92,7 @@ def run(
             for record in state.records():
                 if record.slug == target.name:
                     native.stop(record)  # what a killed keeper left behind
-            return _start(target, planned, progress)
+            return _start(target, planned, progress, alone=not running)
 
 
 @contextlib.contextmanager
@@ -175,7 +175,9 @@ def _settle(planned: Plan) -> None:
         time.sleep(0.5)
 
 
-def _start(target: Target, planned: Planned, progress: Progress) -> Switched:
+def _start(target: Target, planned: Planned, progress: Progress, *, alone: bool) -> Switched:
+    """Start, wait, compare. alone: nothing of ours was stopped for it, whose memory might still be coming back."""
+    before = _free_bytes(planned.plan)
     record = native.start(planned.launch, target.name, rpc=rpc_spawn(planned))
     ready = False
     try:
@@ -184,9 +186,29 @@ def _start(target: Target, planned: Planned, progress: Progress) -> Switched:
     finally:
         if not ready:
             native.stop(record)
-    audit = audited(planned.plan, record)
+    audit = audited(planned.plan, record, before)
+    if audit is not None:
+        record = replace(record, audit=audit)
+        # The server is up: that a disk is full is no reason to call this a failure.
+        with contextlib.suppress(Refused):
+            record = state.update(record, audit=audit)
+            _learn(planned.plan, planned.inventory.engine, audit, alone=alone)
     progress.audited(audit)
     return Switched(record=record, planned=planned, audit=audit)
+
+
+def _free_bytes(planned: Plan) -> dict[str, int]:
+    """UUID -> what is free on every card now; empty, and no driver asked, when the plan uses none."""
+    if not any(d.device.uuid for d in planned.devices):
+        return {}
+    cards = device_facts.nvml_cards()
+    return {card.uuid: card.free_bytes for card in cards if card.uuid and card.free_bytes is not None}
+
+
+def _learn(planned: Plan, engine: Engine | None, audit: Audit, *, alone: bool) -> None:
+    if engine is not None:
+        driver = learned.driver_version() if audit.cards else ""
+        learned.learn(planned, audit, engine.digest, driver, card_deltas=alone)
 
 
 @contextlib.contextmanager
@@ -224,10 +246,18 @@ def rpc_spawn(planned: Planned) -> RpcSpawn | None:
     return RpcSpawn(hosts=hosts, server_path=engine.rpc_server, threads=planned.plan.settings.threads or 1)
 
 
-def audited(planned: Plan, record: RunRecord) -> Audit | None:
-    """The load log beside the plan; None when the log does not show a whole load."""
+def audited(planned: Plan, record: RunRecord, before: Mapping[str, int] | None = None) -> Audit | None:
+    """Load log and driver beside the plan; None when the log does not show a whole load.
+
+    before  free bytes by UUID before the start
+    """
     log = load_log.parse_load_log(Path(record.log_path).read_text(encoding="utf-8", errors="replace"))
-    return verify.audit(planned, log) if log.model_bytes else None
+    if not log.model_bytes:
+        return None
+    devices = tuple(d.device for d in planned.devices if d.device.uuid)
+    pids = frozenset({record.server.pid} if record.server else ())
+    seen = verify.held(devices, device_facts.nvml_cards(), before or {}, pids) if devices else {}
+    return verify.audit(planned, log, seen)
 
 
 def requests_in_flight(record: RunRecord) -> int | None:

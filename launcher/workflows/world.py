@@ -13,6 +13,7 @@ from launcher.facts import devices as device_facts
 from launcher.facts import engine as engine_facts
 from launcher.facts import host as host_facts
 from launcher.facts import rig as rig_facts
+from launcher.measure import learned
 from launcher.structs import Device, Engine, Host, Inventory, RunRecord, Slug
 from launcher.workflows import overrides
 
@@ -69,6 +70,9 @@ def here(engine: Engine | None, slug: Slug | None, given: Mapping[str, Any], gon
     tight = [d.name for d in found if d.backend == "cuda" and d.processes and (d.free_bytes or 0) < _DRY_RUN_BYTES]
     host = replace(host, available_bytes=min(host.total_bytes, host.available_bytes + _host_bytes(leaving)))
     found = tuple(_credited(d, {p.pid for r in leaving for p in _processes(r)}) for d in found)
+    if slug is not None and slug.rpc is not None:
+        found = tuple(_capped(d, slug.rpc.memory_bytes) if d.endpoint in asked else d for d in found)
+    found = _with_learned(found, engine)
     no_dry_run = "no llama-server to ask" if engine is None else ""
     if tight:
         no_dry_run = f"too little is free on {', '.join(tight)} beside what runs there"
@@ -88,6 +92,13 @@ def host_only(engine: Engine | None) -> World:
     return World(inventory=Inventory(devices=(), host=host_facts.read_host(), engine=engine))
 
 
+def _capped(device: Device, memory_bytes: int | None) -> Device:
+    """A device with no more free memory than `rpc.memory` lets the plan use."""
+    if memory_bytes is None or device.free_bytes is None:
+        return device
+    return replace(device, free_bytes=min(device.free_bytes, memory_bytes))
+
+
 def _spawned(hosts: tuple[str, ...], host: Host, memory_bytes: int | None) -> tuple[Device, ...]:
     devices = device_facts.loopback_devices(hosts, host, memory_bytes)
     return tuple(replace(d, description="CPU of this machine (spawned at start)") for d in devices)
@@ -105,6 +116,14 @@ def _chosen(devices: tuple[Device, ...], slug: Slug | None, given: Mapping[str, 
     chosen = overrides.choose_devices(devices, wanted)
     numbers = iter(range(len(chosen)))
     return tuple(replace(d, name=f"RPC{next(numbers)}") if d.backend == "rpc" else d for d in chosen)
+
+
+def _with_learned(devices: tuple[Device, ...], engine: Engine | None) -> tuple[Device, ...]:
+    """Contexts as this engine's earlier launches here showed them; the driver is asked only when there are any."""
+    known = learned.read()
+    if engine is None or not any(card.engine == engine.digest for card in known.contexts):
+        return devices
+    return learned.applied(devices, known, engine.digest, learned.driver_version())
 
 
 def _credited(device: Device, pids: set[int]) -> Device:

@@ -16,6 +16,7 @@ import httpx
 import pytest
 
 import launcher
+from launcher.measure import learned
 from launcher.serve import native, state
 from launcher.structs import Source
 from launcher.units import MIB
@@ -111,6 +112,15 @@ def test_switch_on_two_loopback_devices_answers_as_planned(models_here: Path, la
     record = state.running()[0]
     assert len(record.rpc_servers) == 2
     assert child("status", "--check").returncode == 0
+    (running,) = json.loads(child("status", "--json").stdout)["servers"]
+    assert running["record"]["audit"] == doc["audit"] == doc["server"]["audit"]
+    assert doc["audit"]["cards"] == []  # no driver counts what an RPC device on this host's CPU holds
+    seen = learned.read()
+    assert seen.contexts == {}
+    (buffers,) = seen.compute.values()
+    real = [row["real_bytes"] for row in doc["audit"]["rows"] if row["kind"] == "compute"]
+    assert list(buffers.real_bytes) == real
+    assert all(n <= bound for n, bound in zip(real, buffers.planned_bytes, strict=True))
     os.kill(record.rpc_servers[1].pid, signal.SIGKILL)
     wait_until(lambda: not native.alive(record.rpc_servers[1]))
     lost = child("status", "--check")

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 
 from launcher.facts.load_log import LoadLog
-from launcher.measure.verify import audit
-from launcher.structs import Plan, Source
+from launcher.facts.nvml import nvml_cards
+from launcher.measure.verify import Held, audit, buffers_bytes, held
+from launcher.structs import Audit, Device, Plan, Source
 from launcher.units import GIB, MIB
-from tests.serve_builders import card, device_plan, plan, settings
+from tests.serve_builders import card, device_plan, plan, rpc_device, settings
+from tests.unit.test_devices import Nvml, h200
 
 TERMS = {"dense": 1000 * MIB, "experts": 3264 * MIB, "output": 100 * MIB, "kv": 200 * MIB, "compute": 300 * MIB}
 
@@ -74,3 +76,131 @@ def test_a_device_that_the_plan_does_not_name_is_wrong_in_every_load_mode(mode: 
     assert audit(p, third).worst == "CUDA2 model: planned 0 MiB, real 50 MiB"
     cache = replace(as_planned, kv_bytes={**as_planned.kv_bytes, "Vulkan0": 50 * MIB})
     assert audit(p, cache).worst == "Vulkan0 kv: planned 0 MiB, real 50 MiB"
+
+
+# ------------------------------------------------------------------------------- the driver's side of it
+# One H200, gpt-oss-20b, 32K, micro-batch 2048: 6,461 MiB planned with an estimate of 620 for the context, buffers
+# exact, 6,550 MiB by the driver once the server was ready.
+
+H200_TERMS = {"dense": 4900 * MIB, "kv": 441 * MIB, "compute": 500 * MIB, "context": 620 * MIB, "margin": 1438 * MIB}
+H200_LOG = LoadLog(
+    model_bytes={"CUDA0": 4900 * MIB, "CPU": 10 * GIB},
+    kv_bytes={"CUDA0": 441 * MIB},
+    compute_bytes={"CUDA0": 500 * MIB, "CUDA_Host": 30 * MIB},
+    output_bytes={"CUDA_Host": MIB},
+    loaded=True,
+)
+FREE_BEFORE = 141605 * MIB
+PID = 9000
+
+
+def h200_device(**changes: Any) -> Device:
+    return card(description="NVIDIA H200", uuid=h200()["uuid"], total_bytes=h200()["total"], **changes)
+
+
+def h200_plan(**terms: int) -> Plan:
+    return plan(device_plan(h200_device(free_bytes=FREE_BEFORE), {**H200_TERMS, **terms}))
+
+
+def after_boot(used: int | None, *, pid: int = PID, free: int = FREE_BEFORE - 6550 * MIB) -> Nvml:
+    """What NVML gives once the server is ready, another program on the card beside it."""
+    ours = {"pid": pid, "used": used, "name": "/opt/llama-server"}
+    return Nvml(h200(free=free, processes=[*h200()["processes"], ours]))
+
+
+def seen(nvml: Nvml, p: Plan) -> dict[str, Held]:
+    devices = [d.device for d in p.devices]
+    return held(devices, nvml_cards(nvml), {h200()["uuid"]: FREE_BEFORE}, frozenset({PID}))
+
+
+def context(found: Audit) -> tuple[int, int, bool]:
+    (row,) = [r for r in found.rows if r.kind == "context"]
+    return row.planned_bytes, row.real_bytes, row.shown
+
+
+def test_the_context_is_what_the_process_holds_beyond_its_buffers() -> None:
+    p = h200_plan()
+    found = audit(p, H200_LOG, seen(after_boot(6550 * MIB), p))
+    assert context(found) == (620 * MIB, 709 * MIB, True)
+    (one,) = found.cards
+    assert (one.planned_bytes, one.used_bytes, one.buffers_bytes) == (6461 * MIB, 6550 * MIB, 5841 * MIB)
+    assert one.by == "process"
+    # An estimate that was not met says nothing against the placement.
+    assert (found.ok, found.worst, found.failed) == (True, "", ())
+    assert [r.kind for r in found.rows if r.shown] == ["context"]
+
+
+@pytest.mark.parametrize(("used", "pid"), [(None, PID), (6550 * MIB, 77)], ids=["memory untold", "pid of a namespace"])
+def test_where_the_driver_does_not_tell_the_card_before_and_after_does(used: int | None, pid: int) -> None:
+    p = h200_plan()
+    found = audit(p, H200_LOG, seen(after_boot(used, pid=pid, free=FREE_BEFORE - 6600 * MIB), p))
+    assert found.cards[0].by == "card"
+    assert context(found) == (620 * MIB, 759 * MIB, True)
+
+
+def test_nothing_known_before_and_no_process_is_unknown_not_zero() -> None:
+    p = h200_plan()
+    looked = held([p.devices[0].device], nvml_cards(after_boot(None)), {}, frozenset({PID}))
+    found = audit(p, H200_LOG, looked)
+    assert (found.cards[0].used_bytes, found.cards[0].context_bytes, found.cards[0].by) == (None, None, "")
+    assert not [r for r in found.rows if r.kind == "context"]
+    assert found.ok
+
+
+def test_two_devices_of_one_card_are_nobodys() -> None:
+    shared = [h200_device(), replace(h200_device(), name="CUDA1", buffer_type="CUDA1")]
+    looked = held(shared, nvml_cards(after_boot(6550 * MIB)), {}, frozenset({PID}))
+    assert {name: one.used_bytes for name, one in looked.items()} == {"CUDA0": None, "CUDA1": None}
+
+
+def test_less_than_the_buffers_gives_no_context() -> None:
+    p = h200_plan()
+    found = audit(p, H200_LOG, seen(after_boot(5000 * MIB), p))
+    assert (found.cards[0].used_bytes, found.cards[0].context_bytes) == (5000 * MIB, None)
+
+
+def test_a_projector_is_no_context() -> None:
+    p = h200_plan(projector=800 * MIB)
+    found = audit(p, H200_LOG, seen(after_boot(7350 * MIB), p))
+    assert context(found)[1] == 709 * MIB
+
+
+@pytest.mark.parametrize(("free_mib", "ok"), [(1438, True), (1437, False)])
+def test_less_free_than_the_margin_is_a_failed_invariant(free_mib: int, ok: bool) -> None:
+    p = h200_plan()
+    found = audit(p, H200_LOG, seen(after_boot(6550 * MIB, free=free_mib * MIB), p))
+    assert (found.ok, found.worst) == (ok, "")
+    want = "CUDA0 has 1,437 MiB free after boot, less than the margin of 1,438 MiB: a deep prompt may end the server ("
+    assert [text[: len(want)] for text in found.failed] == ([] if ok else [want])
+
+
+@pytest.mark.parametrize(
+    ("planned_mib", "real_mib", "shown"),
+    [
+        (1000, 1030, False), (1000, 1031, True), (1000, 969, True), (20000, 20256, False), (20000, 20257, True),
+        (10, 11, False), (0, 2, True),
+    ],
+)  # fmt: skip
+def test_three_percent_or_256_mib_are_shown(planned_mib: int, real_mib: int, shown: bool) -> None:
+    p = h200_plan(kv=planned_mib * MIB)
+    found = audit(p, replace(H200_LOG, kv_bytes={"CUDA0": real_mib * MIB}))
+    assert [r.shown for r in found.rows if r.kind == "kv"] == [shown]
+
+
+def test_an_rpc_device_is_compared_by_its_buffers_alone() -> None:
+    p = plan(device_plan(rpc_device(0, 50052), TERMS))
+    looked = held([d.device for d in p.devices], nvml_cards(after_boot(6550 * MIB)), {}, frozenset({PID}))
+    assert looked == {}
+    name = p.devices[0].device.buffer_type
+    found = audit(p, loaded(model_bytes={name: 4364 * MIB, "CPU": 10 * GIB}, kv_bytes={name: 200 * MIB}), looked)
+    assert found.cards == ()
+    assert found.ok
+
+
+def test_every_table_of_the_log_is_summed() -> None:
+    log = LoadLog(
+        model_bytes={"A": 1}, kv_bytes={"A": 2}, compute_bytes={"A": 4}, output_bytes={"A": 8},
+        draft_model_bytes={"A": 16}, draft_kv_bytes={"A": 32}, draft_compute_bytes={"A": 64},
+        draft_output_bytes={"A": 128, "B": 256},
+    )  # fmt: skip
+    assert buffers_bytes(log, "A") == 255

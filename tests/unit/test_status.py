@@ -1,0 +1,218 @@
+"""After READY: planned against real goes into the record, to `status` and to what the next plan uses."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher.measure import learned
+from launcher.measure.verify import audit
+from launcher.render import document
+from launcher.render import status as screen
+from launcher.render import switch as switch_screen
+from launcher.serve import state
+from launcher.structs import Audit, RunRecord, Source
+from launcher.units import MIB
+from launcher.workflows import status, switch
+from tests.serve_builders import device_plan, engine, plan, rpc_device
+from tests.unit.test_devices import h200
+from tests.unit.test_learned import DRIVER, Machine
+from tests.unit.test_verify import FREE_BEFORE, H200_LOG, after_boot, h200_plan, seen
+
+LOG = """\
+0.00.100.000 I srv    load_model: loading model '/m/gpt-oss-20b.gguf'
+0.00.200.000 I load_tensors: loading model tensors, this can take a while... (load_mode = none)
+0.01.100.000 I load_tensors:        CUDA0 model buffer size =  4900.00 MiB
+0.01.100.000 I load_tensors:          CPU model buffer size = 10240.00 MiB
+0.02.000.000 I llama_context: constructing llama_context
+0.02.000.000 I llama_kv_cache:      CUDA0 KV buffer size =   441.00 MiB
+0.02.100.000 I sched_reserve: reserving ...
+0.02.100.000 I sched_reserve:      CUDA0 compute buffer size =   500.00 MiB
+0.02.100.000 I sched_reserve:  CUDA_Host compute buffer size =    30.00 MiB
+0.03.000.000 I llama_server: model loaded
+"""
+
+
+def record(tmp_path: Path, text: str = LOG, **changes: Any) -> RunRecord:
+    """A server of ours whose process is this one, with the log of its load."""
+    log = tmp_path / "engine.log"
+    log.write_text(text)
+    me = state.identify(os.getpid())
+    found = RunRecord(
+        slug="demo/a", server=me, keeper=me, rpc_servers=(), rpc_endpoints=(), argv=("llama-server",), env_set={},
+        host="127.0.0.1", port=9, alias="a", log_path=str(log), state="ready", started_at=time.time(),
+        ready_at=time.time(),
+    )  # fmt: skip
+    return replace(found, **changes)
+
+
+def on_h200(used_mib: int | None, free_mib: int) -> Machine:
+    ours = {"pid": os.getpid(), "used": None if used_mib is None else used_mib * MIB, "name": "/opt/llama-server"}
+    return Machine(h200(free=free_mib * MIB, processes=[*h200()["processes"], ours]))
+
+
+def screen_of(record: RunRecord) -> str:
+    found = {
+        "record": record, "alive": True, "state": "ready", "healthy": True, "requests": None, "rss_bytes": None,
+        "uptime_s": 1.0, "keeper_alive": True, "end": None,
+    }  # fmt: skip
+    return "\n".join(str(line) for line in screen.screen([found]))
+
+
+def test_the_driver_is_asked_for_our_pid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", on_h200(6550, 135055))
+    found = switch.audited(h200_plan(), record(tmp_path), {h200()["uuid"]: FREE_BEFORE})
+    assert found is not None
+    assert found.ok
+    assert (found.cards[0].by, found.cards[0].context_bytes) == ("process", 709 * MIB)
+
+
+def test_free_before_stands_in_where_the_process_is_not_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", Machine(h200(free=FREE_BEFORE)))
+    before = switch._free_bytes(h200_plan())
+    assert before == {h200()["uuid"]: FREE_BEFORE}
+    monkeypatch.setitem(sys.modules, "pynvml", on_h200(None, 135000))
+    found = switch.audited(h200_plan(), record(tmp_path), before)
+    assert found is not None
+    assert (found.cards[0].by, found.cards[0].used_bytes) == ("card", 6605 * MIB)
+
+
+def test_without_cards_no_driver_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    p = plan(device_plan(rpc_device(0, 50052)))
+    assert switch._free_bytes(p) == {}
+    found = switch.audited(p, record(tmp_path))
+    assert found is not None
+    assert found.cards == ()
+
+
+def test_what_a_launch_showed_is_learned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", on_h200(6550, 135055))
+    p = h200_plan()
+    found = switch.audited(p, record(tmp_path))
+    assert found is not None
+    switch._learn(p, engine(), found, alone=False)
+    (card,) = learned.read().contexts
+    assert (card.name, card.driver, card.engine) == ("NVIDIA H200", DRIVER, engine().digest)
+
+
+def test_memory_that_may_still_be_coming_back_teaches_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", on_h200(None, 135055))
+    p = h200_plan()
+    found = switch.audited(p, record(tmp_path), {h200()["uuid"]: FREE_BEFORE})
+    assert found is not None
+    switch._learn(p, engine(), found, alone=False)
+    assert learned.read().contexts == {}
+    switch._learn(p, engine(), found, alone=True)
+    assert list(learned.read().contexts.values()) == [(709 * MIB,)]
+
+
+# ------------------------------------------------------------------------------------------ the record
+
+
+def full_audit(free_mib: int = 135055) -> Audit:
+    p = h200_plan()
+    return audit(p, H200_LOG, seen(after_boot(6550 * MIB, free=free_mib * MIB), p))
+
+
+def test_the_record_keeps_the_audit(tmp_path: Path) -> None:
+    wanted = full_audit(free_mib=900)
+    kept = record(tmp_path, audit=wanted)
+    state.write(kept)
+    found = state.read("demo/a")
+    assert found == kept
+    assert found is not None and found.audit is not None
+    assert {row.source for row in found.audit.rows if row.kind == "context"} == {Source.FORMULA}
+
+
+def test_a_record_of_an_older_version_loads(tmp_path: Path) -> None:
+    state.write(record(tmp_path))
+    path = state.record_path("demo/a")
+    old = json.loads(path.read_text())
+    del old["audit"]
+    path.write_text(json.dumps(old))
+    found = state.read("demo/a")
+    assert found is not None
+    assert found.audit is None
+
+
+ROW = {"device": "CUDA0", "kind": "kv", "planned_bytes": 1, "real_bytes": 1}
+OLD = {"rows": [ROW], "ok": True, "worst": ""}
+
+
+@pytest.mark.parametrize(
+    ("value", "loads"),
+    [
+        (OLD, True), ({**OLD, "more": 1, "rows": [{**ROW, "more": 1}]}, True),
+        ([], False), ("x", False), ({}, False), ({**OLD, "rows": 3}, False), ({**OLD, "rows": [3]}, False),
+        ({**OLD, "rows": [{}]}, False), ({**OLD, "cards": [{}]}, False), ({**OLD, "failed": 3}, False),
+        ({**OLD, "rows": [{**ROW, "source": "guess"}]}, False),
+    ],
+)  # fmt: skip
+def test_a_damaged_audit_never_loses_the_server(tmp_path: Path, value: object, loads: bool) -> None:
+    state.write(record(tmp_path))
+    path = state.record_path("demo/a")
+    path.write_text(json.dumps({**json.loads(path.read_text()), "audit": value}))
+    found = state.read("demo/a")
+    assert found is not None
+    assert (found.audit is not None) == loads
+
+
+# ------------------------------------------------------------------------------------------ the screens
+
+
+def test_status_carries_the_audit(tmp_path: Path) -> None:
+    state.write(record(tmp_path, audit=full_audit()))
+    doc = json.loads(json.dumps(document.status_document(status.servers())))
+    (server,) = doc["servers"]
+    assert server["record"]["audit"]["cards"][0]["context_bytes"] == 709 * MIB
+    (row,) = [r for r in server["record"]["audit"]["rows"] if r["shown"]]
+    assert (row["device"], row["kind"], row["real_bytes"] - row["planned_bytes"]) == ("CUDA0", "context", 89 * MIB)
+
+
+def test_the_screen_shows_what_differs_and_no_more(tmp_path: Path) -> None:
+    text = screen_of(record(tmp_path, audit=full_audit()))
+    assert "  after boot CUDA0 holds 6,550 MiB, 6,461 planned; 135,055 free (margin 1,438)\n" in text
+    assert text.endswith("  CUDA0 context: planned 620 MiB, real 709 (+89)")
+
+
+def test_the_screen_says_as_planned(tmp_path: Path) -> None:
+    p = h200_plan(context=709 * MIB)
+    found = audit(p, H200_LOG, seen(after_boot(6550 * MIB), p))
+    assert screen_of(record(tmp_path, audit=found)).endswith("\n  memory as planned")
+    assert "planned" not in screen_of(record(tmp_path))
+
+
+def test_a_margin_that_is_gone_is_a_warning_and_the_server_stays(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = full_audit(free_mib=900)
+    text = screen_of(record(tmp_path, audit=found))
+    assert "warning: CUDA0 has 900 MiB free after boot, less than the margin of 1,438 MiB" in text
+    assert "memory as planned" not in text
+    assert max(map(len, text.splitlines())) <= 100
+    with switch_screen.Progress(as_json=False) as progress:
+        progress.audited(found)
+    said = capsys.readouterr().out
+    assert "warning  CUDA0 has 900 MiB free after boot, less than the margin of 1,438 MiB" in said
+    assert "not as planned" not in said
+
+
+def test_a_placement_that_is_another_one_is_said(tmp_path: Path) -> None:
+    found = audit(h200_plan(), replace(H200_LOG, model_bytes={"CUDA0": 8000 * MIB, "CPU": 10240 * MIB}))
+    text = screen_of(record(tmp_path, audit=found))
+    assert "  CUDA0 model: planned 4,900 MiB, real 8,000 (+3,100)\n" in text
+    assert "  not as planned: CUDA0 model: planned 4,900 MiB, real 8,000 MiB" in text
+
+
+def test_a_bound_is_called_one(tmp_path: Path) -> None:
+    found = audit(h200_plan(), replace(H200_LOG, compute_bytes={"CUDA0": 431 * MIB}))
+    text = screen_of(record(tmp_path, audit=found))
+    assert "  CUDA0 compute: planned 500 MiB (an upper bound), real 431 (-69)" in text
