@@ -240,17 +240,24 @@ def plan(
     rig: RigOpt = None,
     engine: EngineOpt = None,
     no_engine: NoEngineOpt = False,
-    explain: Annotated[bool, typer.Option("--explain", help="Show where every number came from.")] = False,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Where every number came from; what one more bundle would need.")
+    ] = False,
+    tradeoffs: Annotated[
+        bool, typer.Option("--tradeoffs", help="Other micro-batches, contexts, KV types, no drafter: each planned.")
+    ] = False,
     as_json: JsonOpt = False,
 ) -> int:
     """What would lie where, the sum, and the ways out."""
     from launcher.render import plan as screen
     from launcher.workflows import plan as workflow
+    from launcher.workflows import tradeoffs as others
 
     result = workflow.run(target, given, rig=rig, engine=engine, no_engine=no_engine)
     screen.show(
         result.plan, result.launch, result.inventory,
-        drafter_bytes=result.drafter_bytes, explain=explain, as_json=as_json,
+        drafter_bytes=result.drafter_bytes, explain=explain, room=others.room(result) if explain else None,
+        rows=others.rows(result) if tradeoffs else None, as_json=as_json,
     )  # fmt: skip
     workflow.refuse(result.plan, result.command)
     return 0

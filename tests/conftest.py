@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -27,7 +28,8 @@ def launcher_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("LAUNCHER_HOME", str(home))
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setenv("NO_COLOR", "1")
-    for name in ("MODEL_DIR", "LLAMA_SERVER", "WEIGHT_KEY", "SPEC_N", "HF_HOME"):
+    pins = [name for name in os.environ if name.startswith("OT_G")]
+    for name in ("MODEL_DIR", "LLAMA_SERVER", "WEIGHT_KEY", "SPEC_N", "HF_HOME", *pins):
         monkeypatch.delenv(name, raising=False)
     return home
 
@@ -62,9 +64,15 @@ def tiny() -> Callable[[str], Path]:
 
     def get(name: str) -> Path:
         out = REPLICA_CACHE / "tiny"
-        if not (out / ".done").exists():
+        if not (out / f"{name}.gguf").exists():
             out.mkdir(parents=True, exist_ok=True)
-            _make("make_tiny.py", [str(out)], out)
+            _make("make_tiny.py", [str(out), "--only", name], out)
         return out / f"{name}.gguf"
 
     return get
+
+
+@pytest.fixture(autouse=True, scope="session")
+def plain_signals() -> None:
+    """What `nohup` and some CI runners ignore is ignored by every child too; tests send it and expect its default."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)

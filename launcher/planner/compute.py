@@ -282,6 +282,9 @@ def _dsv4(shape: ModelShape, s: Settings, b: _Batch, p: _Place) -> int:
     if not p.offloads:
         n = max(n, 29.9 if c <= 0.55 else 35.9 if c <= 1.3 else 41.5 if c <= 3.2 else 47.3) + (1.7 if rolled else 0)
     peak = b.units(n)
+    if not p.offloads and s.drafter_type in EXTRACTING:
+        # rolled-back states of a device's last block of ratio 4, which no width hides in a small model
+        peak += (1 + s.draft_n_max) * MIB // 4
     if small and c > 1.4:
         peak += keys * (2 if 3.75 < c <= 4.25 else 1)
     if s.type_k not in _F16:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from launcher.structs import (
     DEVICE_TERMS,
@@ -27,11 +27,18 @@ from launcher.structs import (
     Slug,
 )
 
+if TYPE_CHECKING:
+    from launcher.render.tradeoffs import Row
+
 SCHEMA = 1
+_UNKNOWN = Range(low=None, high=None)
 
 
-def plan_document(plan: Plan, launch: Launch | None = None) -> dict[str, Any]:
-    """The plan document of schema 1; `launch` gives argv and what we set of the environment."""
+def plan_document(plan: Plan, launch: Launch | None = None, tradeoffs: Sequence[Row] | None = None) -> dict[str, Any]:
+    """The plan document of schema 1; `launch` gives argv and what we set of the environment.
+
+    tradeoffs  rows of what else could be chosen; None: they were not asked for, and the key is left out
+    """
     s = plan.settings
     doc: dict[str, Any] = {
         "schema_version": SCHEMA,
@@ -73,7 +80,29 @@ def plan_document(plan: Plan, launch: Launch | None = None) -> dict[str, Any]:
     }
     if plan.refusal is not None:
         doc["refusal"] = _refusal(plan.refusal)
+    if tradeoffs is not None:
+        doc["tradeoffs"] = [_tradeoff(row) for row in tradeoffs]
     return doc
+
+
+def _tradeoff(row: Row) -> dict[str, Any]:
+    plan, s = row.plan, row.plan.settings
+    return {
+        "change": row.change,
+        "chosen": row.chosen,
+        "worth": row.worth,
+        "n_ubatch": s.n_ubatch,
+        "n_ctx_per_stream": s.n_ctx_per_stream,
+        "type_k": s.type_k,
+        "type_v": s.type_v,
+        "draft_n_max": s.draft_n_max,
+        "fits": plan.fits,
+        "resident_layers": len(plan.resident_layers),
+        "host_required_bytes": plan.host.required_bytes,
+        "least_headroom_bytes": min((d.headroom_bytes for d in plan.devices), default=None),
+        "decode_tps": _range(plan.speed.decode_tps),
+        "prefill_tps": _range(plan.speed.prefill_tps),
+    }
 
 
 def _device(d: DevicePlan) -> dict[str, Any]:
@@ -109,6 +138,8 @@ def _refusal(refusal: Refusal) -> dict[str, Any]:
                 "fits": way.fits,
                 "resident_layers": way.resident_layers,
                 "host_required_bytes": way.host_required_bytes,
+                "decode_tps": _range(way.decode_tps or _UNKNOWN),
+                "prefill_tps": _range(way.prefill_tps or _UNKNOWN),
             }
             for way in refusal.ways_out
         ],
@@ -153,7 +184,10 @@ def server_document(record: RunRecord) -> dict[str, Any]:
 
 
 def status_document(servers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Servers of ours that run, each with its record and its state."""
+    """Servers of ours that run, each with its state and its record; `record.audit` compares planned with real bytes.
+
+    null where nothing was compared: a load log that could not be read, a record of an older version.
+    """
     return {"schema_version": SCHEMA, "servers": [_plain(s) for s in servers]}
 
 

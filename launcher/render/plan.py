@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
-from launcher.render import document, out
-from launcher.structs import Device, DevicePlan, Host, Inventory, Launch, Plan, Range
+from launcher.render import document, out, tradeoffs
+from launcher.render import explain as explain_screen
+from launcher.structs import Device, DevicePlan, Host, Inventory, Launch, Plan, Range, WayOut
 from launcher.units import GIB, MIB, engine_label, gib, human, mib
 
 if TYPE_CHECKING:
@@ -26,8 +27,11 @@ _HOST_ROWS = (
     ("overhead", "process and driver"),
 )  # fmt: skip
 _TERMS = dict(_COLUMNS) | {"margin": "the margin kept free", "dense": "dense weights", "compute": "compute buffer"}
-_WAY_WIDTH = 52
+# Labels longer than this have a line of their own above; speeds need room in the same 100 columns.
+_WAY_WIDTH, _WAY_WIDTH_FAST = 52, 34
 _BACKENDS = {"cuda": "CUDA", "rpc": "RPC", "vulkan": "Vulkan"}
+
+between = tradeoffs.between
 
 
 def show(
@@ -37,13 +41,19 @@ def show(
     *,
     drafter_bytes: int | None = None,
     explain: bool = False,
+    room: explain_screen.Room | None = None,
+    rows: Sequence[tradeoffs.Row] | None = None,
     as_json: bool = False,
 ) -> None:
-    """Print the plan document, or the screen."""
+    """Print the plan document, or the screen.
+
+    room  what one more bundle would need, part of what `explain` shows
+    rows  the trade-offs, when they were asked for
+    """
     if as_json:
-        out.document(document.plan_document(plan, launch))
+        out.document(document.plan_document(plan, launch, rows))
         return
-    out.show(screen(plan, launch, inventory, drafter_bytes=drafter_bytes, explain=explain))
+    out.show(screen(plan, launch, inventory, drafter_bytes=drafter_bytes, explain=explain, room=room, rows=rows))
 
 
 def screen(
@@ -53,6 +63,8 @@ def screen(
     *,
     drafter_bytes: int | None = None,
     explain: bool = False,
+    room: explain_screen.Room | None = None,
+    rows: Sequence[tradeoffs.Row] | None = None,
 ) -> Iterator[Text | str]:
     """The lines of the screen, at most 100 columns apart from what must be copied as one line."""
     yield verdict(plan)
@@ -76,9 +88,12 @@ def screen(
     if plan.refusal is not None and plan.refusal.ways_out:
         yield ""
         yield from ways_out(plan)
+    if rows:
+        yield ""
+        yield from tradeoffs.table(rows)
     if explain:
         yield ""
-        yield from explanation(plan)
+        yield from explain_screen.explanation(plan, room)
     if plan.fits and launch is not None:
         yield ""
         yield out.line(("command", "head"), " (what `switch` and `run` start)")
@@ -249,12 +264,6 @@ def speed_line(plan: Plan) -> str | None:
     return f"expected: {', '.join(parts)}{by}"
 
 
-def between(found: Range) -> str:
-    """`6.5-9.6`, whole numbers from 20 on."""
-    ends = [x for x in (found.low, found.high) if x is not None]
-    return "-".join(f"{x:,.0f}" if x >= 20 else f"{x:.1f}" for x in ends)
-
-
 def why(plan: Plan) -> str | None:
     """What a refusal of host memory is owed to, in numbers of this plan and of its ways out; None where it is not."""
     r = plan.refusal
@@ -274,19 +283,23 @@ def why(plan: Plan) -> str | None:
 
 
 def ways_out(plan: Plan) -> Iterator[Text | str]:
-    """Numbered changes, each already planned on this rig; what follows TARGET replaces the options given before."""
+    """Numbered changes, each already planned on this rig; what follows TARGET replaces the options given before.
+
+    Speeds are shown where one of them is known: the rig's facts may not suffice.
+    """
     ways = plan.refusal.ways_out if plan.refusal else ()
-    rows = [["WAYS OUT", "on devices", "RAM need GiB", "spare GiB", ""]]
+    speeds = [[_between(way.decode_tps), _between(way.prefill_tps)] for way in ways]
+    known = any(any(pair) for pair in speeds)
+    widest = _WAY_WIDTH_FAST if known else _WAY_WIDTH
+    titles = ["RAM GiB", "spare", "decode tok/s", "prefill tok/s"] if known else ["RAM need GiB", "spare GiB"]
+    rows = [["WAYS OUT", "on devices", *titles, ""]]
     tall: list[str] = []
-    for letter, way in zip("abcdefgh", ways, strict=False):
+    for letter, way, pair in zip("abcdefgh", ways, speeds, strict=False):
         label = f" {letter} {way.change}"
-        tall.append(label if len(label) > _WAY_WIDTH else "")
-        spare = (way.host_available_bytes - way.host_required_bytes) / GIB
-        rows.append([
-            "" if tall[-1] else label, _count(way.resident_layers, "layer"), gib(way.host_required_bytes),
-            f"{spare:,.1f}", "FITS" if way.fits else "no",
-        ])  # fmt: skip
-    heading, *lines = out.table(rows, left=frozenset({0, 4}))
+        tall.append(label if len(label) > widest else "")
+        rows.append(["" if tall[-1] else label, *_way_cells(way), *([s or "-" for s in pair] if known else []),
+                     "FITS" if way.fits else "no"])  # fmt: skip
+    heading, *lines = out.table(rows, left=frozenset({0, len(rows[0]) - 1}))
     yield heading
     for above, text, way in zip(tall, lines, ways, strict=False):
         if above:
@@ -294,18 +307,13 @@ def ways_out(plan: Plan) -> Iterator[Text | str]:
         yield out.line(text.removesuffix("FITS"), ("FITS", "ok")) if way.fits else text
 
 
-def explanation(plan: Plan) -> Iterator[Text | str]:
-    """Every term with the place its number came from."""
-    yield out.line(("where the numbers come from", "head"))
-    rows = [["", "term", "MiB", "source"]]
-    for d in plan.devices:
-        names = [t for t, v in d.terms.items() if v]
-        rows += [[d.device.name, t, f"{d.terms[t] / MIB:,.1f}", str(d.source.get(t, "policy"))] for t in names]
-    held = [t for t, v in plan.host.terms.items() if v]
-    rows += [["host", t, f"{plan.host.terms[t] / MIB:,.1f}", str(plan.host.source.get(t, "policy"))] for t in held]
-    yield from out.table(rows, left=frozenset({0, 1, 3}))
-    for rule in plan.rules:
-        yield f"rule  {rule.pattern}={rule.buffer_type}"
+def _way_cells(way: WayOut) -> list[str]:
+    spare = (way.host_available_bytes - way.host_required_bytes) / GIB
+    return [_count(way.resident_layers, "layer"), gib(way.host_required_bytes), f"{spare:,.1f}"]
+
+
+def _between(found: Range | None) -> str:
+    return between(found) if found else ""
 
 
 def command(launch: Launch) -> str:

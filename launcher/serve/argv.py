@@ -8,11 +8,13 @@ It reads no file and starts nothing.
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 
-from launcher.errors import DeviceUnusable
+from launcher.errors import DeviceUnusable, SlugInvalid
+from launcher.facts.slug import extra_arg
 from launcher.structs import Engine, Launch, Plan, Slug
 from launcher.units import MIB
 
@@ -142,8 +144,11 @@ def build(
     mmproj        path of the projector; None means that none is loaded
     empty_config  an empty folder of ours for XDG_CONFIG_HOME: the engine reads llama.cpp/config.ini there
 
-    Raises DeviceUnusable (id engine-lacks) naming every flag that the plan needs and this engine has not.
+    Raises DeviceUnusable (id engine-lacks) naming every flag that the plan needs and this engine has not, SlugInvalid
+    (id slug-invalid) for extra arguments that would undo the plan.
     """
+    if slug is not None:
+        _check_extra_args(slug)
     line = _assemble(plan, engine=engine, host=host, port=port, alias=alias, slug=slug, mmproj=mmproj)
     if line.missing and engine is not None:
         raise lacks(engine, tuple(line.missing))
@@ -362,6 +367,23 @@ def _slug_flags(line: _Line, slug: Slug | None, mmproj: str | None) -> None:
     if slug.api_key_file:
         line.need("api_key_file", _beside(slug, slug.api_key_file))
     line.argv += slug.extra_args
+
+
+def _check_extra_args(slug: Slug) -> None:
+    """The engine takes the last value, and extra arguments come last: one of the plan's own flags would win over it."""
+    problems = []
+    for at, word in enumerate(slug.extra_args):
+        try:
+            extra_arg(word)
+        except ValueError as error:
+            problems.append(f"{slug.path}: extra_args[{at}]: {error}")
+    if problems:
+        raise SlugInvalid(
+            "slug-invalid",
+            f"extra_args of {slug.name} would undo the plan",
+            context="\n".join(problems),
+            fix=f"${{EDITOR:-vi}} {shlex.quote(slug.path)}     # remove these words",
+        )
 
 
 def _beside(slug: Slug, path: str) -> str:

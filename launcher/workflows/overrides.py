@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -9,7 +10,7 @@ from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from launcher.errors import UsageError
-from launcher.facts.slug_values import NUMA_MODES
+from launcher.facts.slug_values import NUMA_MODES, layers
 from launcher.structs import Device, Host, ModelHeader, PlacementPolicy, ServeSettings, Settings, Slug
 from launcher.units import KV_TYPES, parse_size, parse_tokens
 
@@ -146,6 +147,56 @@ def with_drafter(found: Settings, kind: str | None, n_max: int, given: Mapping[s
     if kind is None or asked == 0:
         return replace(found, drafter_type=None, draft_n_max=0)
     return replace(found, drafter_type=kind, draft_n_max=asked)
+
+
+def pins(env: Mapping[str, str]) -> dict[int, tuple[int, ...]]:
+    """Layers of card i that an environment names as OT_G<i>: `0,1,2`, `0-2`, or both kinds; an empty value is none.
+
+    Raises UsageError (ot-g-invalid).
+    """
+    found: dict[int, tuple[int, ...]] = {}
+    named: dict[int, str] = {}
+    for name in sorted(n for n in env if re.fullmatch(r"OT_G[0-9]+", n) and env[n].strip()):
+        card = int(name.removeprefix("OT_G"))
+        if name != f"OT_G{card}":
+            raise _ot_g(name, env, f"card {card} is written OT_G{card}", f"export OT_G{card}={shlex.quote(env[name])}")
+        try:
+            mine = tuple(sorted({i for part in env[name].split(",") for i in layers(part.strip())}))
+        except ValueError as error:
+            raise _ot_g(name, env, str(error), f"export {name}=0-2     # or 0,1,2; unset {name}: no pin") from error
+        if twice := next((i for i in mine if i in named), None):
+            raise _ot_g(name, env, f"layer {twice} is already on {named[twice]}", f"unset {name}")
+        named |= dict.fromkeys(mine, name)
+        found[card] = mine
+    return found
+
+
+def with_pins(
+    found: Settings, wanted: Mapping[int, tuple[int, ...]], given: Mapping[str, Any], devices: tuple[Device, ...]
+) -> Settings:
+    """Settings whose residency is what OT_G<i> says: these bundles on card i of the plan's order, no others anywhere.
+
+    devices  as they will be planned with, in order; without any there is nothing to pin to. `--residency` on the
+             command line wins over the environment.
+    Raises UsageError (ot-g-invalid).
+    """
+    if not wanted or not devices or "residency" in given:
+        return found
+    for card in wanted:
+        if card >= len(devices):
+            names = ", ".join(d.name for d in devices) or "none"
+            raise UsageError(
+                "ot-g-invalid",
+                f"OT_G{card} names card {card}, and the plan has {len(devices)}, counted from 0",
+                context=f"devices in order: {names}",
+                fix=f"unset OT_G{card}",
+            )
+    # The numbers mean this order, so the planner may not choose another.
+    return replace(found, residency={devices[card].name: mine for card, mine in wanted.items()}, keep_order=True)
+
+
+def _ot_g(name: str, env: Mapping[str, str], problem: str, fix: str) -> UsageError:
+    return UsageError("ot-g-invalid", f"{name}={env[name]}: {problem}", fix=fix)
 
 
 def _context(given: Mapping[str, Any], serve: ServeSettings, n_parallel: int) -> int | None:

@@ -5,23 +5,29 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from launcher.errors import ModelUnreadable, UsageError
 from launcher.facts import gguf_header, slug
 from launcher.structs import ModelHeader, ModelRef, Slug
+from launcher.workflows import overrides
 
 _REPO = re.compile(r"^[\w.-]+/[\w.-]+(:[\w.-]+)?$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """What a person named. `name` keys the run record: the slug's name, or the file's absolute path."""
+    """What a person named. `name` keys the run record: the slug's name, or the file's absolute path.
+
+    pins  card -> layers, from OT_G<i> of the environment
+    """
 
     name: str
     slug: Slug | None
     path: Path | None  # of a bare file, any shard or its folder; None for a slug
+    pins: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def alias(self) -> str:
@@ -36,14 +42,14 @@ class Target:
 def resolve(text: str) -> Target:
     """A slug (or unique ending), a .gguf file, a shard of one, or its folder.
 
-    Raises UsageError (slug-unknown, slug-ambiguous, spec-n-invalid), SlugInvalid,
+    Raises UsageError (slug-unknown, slug-ambiguous, spec-n-invalid, ot-g-invalid), SlugInvalid,
     ModelUnreadable (target-remote) for a repository or URL.
     """
     if re.match(r"^(https?|hf)://", text) or text.startswith("hf.co/"):
         raise _remote(text)
     if _is_path(text):
         path = Path(os.path.abspath(Path(text).expanduser()))  # noqa: PTH100 - a link keeps its shard name
-        return Target(name=str(path), slug=None, path=path)
+        return Target(name=str(path), slug=None, path=path, pins=overrides.pins(os.environ))
     try:
         found = slug.load(text)
     except UsageError as error:
@@ -51,7 +57,8 @@ def resolve(text: str) -> Target:
         if error.reference == "slug-unknown" and _REPO.match(text) and text.partition("/")[0] not in families:
             raise _remote(text) from None
         raise
-    return Target(name=found.name, slug=slug.with_environment(found, os.environ), path=None)
+    pins = overrides.pins(os.environ)
+    return Target(name=found.name, slug=slug.with_environment(found, os.environ), path=None, pins=pins)
 
 
 def _is_path(text: str) -> bool:

@@ -144,6 +144,8 @@ def _way(text: str, plan: Plan) -> WayOut:
         resident_layers=len(plan.resident_layers),
         host_required_bytes=plan.host.required_bytes,
         host_available_bytes=plan.host.available_bytes,
+        decode_tps=plan.speed.decode_tps,
+        prefill_tps=plan.speed.prefill_tps,
     )
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write small *runnable* random-weight MoE GGUFs into tiny/.
+"""Write small *runnable* random-weight MoE GGUFs, and draft models for two of them, into tiny/.
 
     python make_tiny.py [OUTDIR] [--only NAME]
 
@@ -27,14 +27,14 @@ else:  # run as a script
 V = {"model": "gpt2", "n_tokens": 512, "n_merges": 240, "bos": 510, "eos": 511, "pad": 509, "add_bos": False}
 
 
-def spec(name, arch, kv, types, *, pre, layout=None, layers=None):
+def spec(name, arch, kv, types, *, pre, layout=None, layers=None, vocab=None):
     return {
         "name": name,
         "arch": arch,
         "general": {"name": name},
         "kv": kv,
         "layout": layout or {},
-        "vocab": dict(V, pre=pre),
+        "vocab": dict(V, pre=pre, **(vocab or {})),
         "quant": {"mix": "explicit", "file_type": 7, "types": types, "layers": layers or []},
     }
 
@@ -84,6 +84,27 @@ TINY = [
         "embedding_length_out": 1024,
     }, [[r"ffn_(gate|up|down)_exps\.weight$", "MXFP4"], [r"ffn_gate_inp\.weight$", "BF16"]] + Q8,
         pre="joyai-llm"),
+    # Draft models: a plain one of tiny-qwen3moe's vocabulary, and a DSpark of tiny-deepseek4 without an output head.
+    spec("tiny-qwen3-draft", "qwen3", {
+        "block_count": 3, "context_length": 32768, "embedding_length": 128, "feed_forward_length": 384,
+        "attention.head_count": 4, "attention.head_count_kv": 2, "rope.freq_base": 1000000.0,
+        "attention.layer_norm_rms_epsilon": 1e-6, "attention.key_length": 64, "attention.value_length": 64,
+    }, Q8, pre="qwen2"),
+    spec("tiny-dspark", "dflash", {
+        "block_count": 3, "context_length": 32768, "embedding_length": 256, "attention.head_count": 8,
+        "attention.head_count_kv": 1, "rope.scaling.type": "yarn", "rope.scaling.factor": 16.0,
+        "rope.scaling.original_context_length": 4096, "rope.scaling.yarn_beta_fast": 32.0,
+        "rope.scaling.yarn_beta_slow": 1.0, "rope.freq_base": 10000.0, "attention.layer_norm_rms_epsilon": 1e-6,
+        "expert_count": 16, "expert_used_count": 4, "expert_gating_func": 4, "attention.key_length": 512,
+        "attention.value_length": 512, "rope.dimension_count": 64, "attention.q_lora_rank": 128,
+        "attention.sliding_window": 128, "expert_feed_forward_length": 128, "expert_shared_count": 1,
+        "expert_weights_scale": 1.5, "expert_weights_norm": True, "swiglu_clamp_exp": [10.0] * 3,
+        "swiglu_clamp_shexp": [10.0] * 3, "attention.output_group_count": 4, "attention.output_lora_rank": 64,
+        "attention.compress_ratios": [0, 0, 0], "hyper_connection.count": 4,
+        "hyper_connection.sinkhorn_iterations": 20, "hyper_connection.epsilon": 1e-6, "hash_layer_count": 0,
+        "block_size": 5, "target_layers": [6, 7, 8],
+    }, [[r"ffn_(gate|up|down)_exps\.weight$", "MXFP4"], [r"^markov_w|^conf_proj|ffn_gate_inp\.weight$", "BF16"]] + Q8,
+        pre="joyai-llm", layout={"markov_rank": 32}, vocab={"mask": 508}),
 ]
 # fmt: on
 

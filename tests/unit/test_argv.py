@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from launcher.errors import DeviceUnusable
+from launcher.errors import DeviceUnusable, SlugInvalid
 from launcher.serve import argv
 from launcher.structs import Launch, Plan, Slug
 from launcher.units import MIB
@@ -168,6 +168,18 @@ def test_what_a_slug_adds_and_extra_args_come_last_verbatim() -> None:
     without = launch(plan(card()), s, flags=B11434 - {"-rea", "--reasoning"}).argv
     assert argv.parse_back(without)["reasoning_budget"] == 0
     assert "chat_template" in argv.parse_back(launch(plan(), slug(chat_template="chatml")).argv)
+
+
+@pytest.mark.parametrize(
+    "flag", ["-devd", "-otd", "-ngld", "-cmoed", "-ncmoed", "--spec-draft-device=none", "-ts", "-c"]
+)
+def test_extra_args_that_would_undo_the_plan_are_refused(flag: str) -> None:
+    """They come last, and the engine takes the last value."""
+    with pytest.raises(SlugInvalid) as error:
+        launch(plan(card()), slug(extra_args=("--no-warmup", flag, "1")))
+    assert error.value.reference == "slug-invalid"
+    assert f"extra_args[1]: {flag.partition('=')[0]} is the launcher's to write" in error.value.context
+    assert error.value.fix.startswith("${EDITOR:-vi} ")
 
 
 def test_an_unresolved_plan_is_a_bug_not_a_launch() -> None:

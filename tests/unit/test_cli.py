@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import pty
+import re
 import shutil
 import signal
 import socket
@@ -305,6 +306,43 @@ def test_explain_and_screen_of_a_plan(model: Path, rig: Callable[..., str]) -> N
     assert done.exit_code == 0
     assert done.stdout.startswith("FITS  ")
     assert "where the numbers come from" in done.stdout
+
+
+def test_explain_says_what_one_more_bundle_would_need(model: Path, rig: Callable[..., str]) -> None:
+    argv = ["plan", str(model), "--rig", rig(), "--no-engine", "--explain"]
+    done = run.invoke(cli.app, [*argv, "--residency", "none", "-ub", "2048"])
+    assert re.search(r"^CUDA\d has room for one more bundle \(288 MiB\); the residency is set", done.stdout, re.M)
+    assert "a smaller micro-batch alone is a pure loss here: the residency is set" in done.stdout
+    done = run.invoke(cli.app, [*argv, "--devices", "CUDA0", "--ctx", "2k", "--reserve", "CUDA0=21GiB"])
+    assert re.search(r"^CUDA0 is short by [\d,]+ MiB for one more bundle \(288 MiB\)$", done.stdout, re.M)
+
+
+def test_tradeoffs_are_rows_on_the_screen_and_in_the_document(model: Path, rig: Callable[..., str]) -> None:
+    argv = ["plan", str(model), "--rig", rig(), "--no-engine", "-ub", "2048"]
+    doc = document(*argv, "--tradeoffs")
+    jsonschema.Draft202012Validator(json.loads((ROOT / "docs" / "plan.schema.json").read_text())).validate(doc)
+    rows = doc.pop("tradeoffs")
+    assert doc == document(*argv)
+    assert isinstance(rows, list)
+    changes = [row["change"] for row in rows]
+    assert changes[:6] == ["", "-ub 1024", "-ub 512", "--ctx 16k", "--ctx 8k", "--kv q8_0"]
+    other = document(*argv, "--ctx", "8k")
+    assert rows[4]["host_required_bytes"] == other["host"]["required_bytes"]  # type: ignore[index]
+    done = run.invoke(cli.app, [*argv, "--tradeoffs"])
+    lines = done.stdout.splitlines()
+    assert done.exit_code == 0
+    assert "trade-offs (* as chosen)" in lines
+    assert [line for line in lines if line.startswith("* as chosen ")]
+    for change in changes[1:]:
+        assert [line for line in lines if line.startswith(f"  {change} ")], change
+
+
+def test_tradeoffs_of_what_does_not_fit_are_shown_before_the_refusal(model: Path, rig: Callable[..., str]) -> None:
+    argv = ["plan", str(model), "--rig", rig(), "--no-engine", "--devices", "CUDA0", "--reserve", "CUDA0=23GiB"]
+    done = run.invoke(cli.app, [*argv, "--tradeoffs"])
+    assert done.exit_code == 6
+    assert "trade-offs (* as chosen)" in done.stdout
+    assert done.stderr.startswith("error[device-short]: ")
 
 
 # ------------------------------------------------------------------------- every other exit code

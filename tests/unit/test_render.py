@@ -13,7 +13,7 @@ import pytest
 
 import launcher
 from launcher.errors import Refused
-from launcher.render import catalogue, document, error, out, preflight, progress, status
+from launcher.render import catalogue, document, error, explain, out, preflight, progress, status
 from launcher.render import plan as plan_screen
 from launcher.render import switch as switch_screen
 from launcher.structs import (
@@ -262,6 +262,29 @@ def test_ways_out_name_the_change_and_whether_it_fits() -> None:
     assert re.match(r" b --kv q8_0 .*  no$", lines[2])
 
 
+def test_ways_out_show_speeds_where_one_is_known() -> None:
+    plan = make(fits=False)
+    assert plan.refusal
+    unknown = Range(low=None, high=None)
+    fast, slow = plan.refusal.ways_out
+    fast = replace(fast, decode_tps=Range(low=6.5, high=9.6), prefill_tps=Range(low=170, high=290))
+    long = replace(slow, change="--drafter off --ctx 100k -ub 2048 --devices 0", decode_tps=unknown, prefill_tps=None)
+    known = replace(plan, refusal=replace(plan.refusal, ways_out=(fast, long)))
+    lines = [str(line) for line in plan_screen.ways_out(known)]
+    assert re.search(r"RAM GiB +spare +decode tok/s +prefill tok/s$", lines[0])
+    assert re.match(r" a --drafter off +7 layers +119\.0 +2\.0 +6\.5-9\.6 +170-290  FITS$", lines[1])
+    assert lines[2].strip() == f"b {long.change}"
+    assert re.match(r" +7 layers +119\.0 +2\.0 +- +-  no$", lines[3])
+    assert max(map(len, lines)) <= 100
+    assert "tok/s" not in str(next(iter(plan_screen.ways_out(plan))))
+    doc = document.plan_document(known)
+    jsonschema.Draft202012Validator(SCHEMA).validate(doc)
+    assert [way["decode_tps"] for way in doc["refusal"]["ways_out"]] == [
+        {"low": 6.5, "high": 9.6},
+        {"low": None, "high": None},
+    ]
+
+
 def test_placement_line_and_spans() -> None:
     assert plan_screen.placement(make()).startswith("experts of 2 of 43 layers on the devices (0 | 42), of 41 in RAM")
     assert plan_screen.spans([0, 1, 2, 3, 40, 42]) == "0-3 40 42"
@@ -277,7 +300,7 @@ def test_a_long_device_name_is_cut_before_the_table_is_too_wide() -> None:
 
 
 def test_explain_names_a_source_for_every_term() -> None:
-    lines = [str(line) for line in plan_screen.explanation(make())]
+    lines = [str(line) for line in explain.explanation(make())]
     for term in ("dense", "drafter", "margin"):
         assert any(re.match(rf"CUDA0 +{term} +[\d,.]+ +formula$", line) for line in lines)
     assert any(re.match(r"host +experts +133,824\.0 +formula$", line) for line in lines)
