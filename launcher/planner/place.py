@@ -1,16 +1,16 @@
 """The choice: how many slots each device owns, and which whole bundles are resident there.
 
 Solved exactly. A range of slots on a device has a value: the best subset of its bundles under the memory left after
-everything else (a 0/1 knapsack over few distinct sizes, so counts per size are enumerated). A dynamic programme over
-devices and split points adds the values up. Best is, in this order: most resident bytes, most resident layers (fewest
-on the host), least time per token on the cards, lowest `-ts`. Nothing here knows files, flags or prose.
+everything else (`pack`). A dynamic programme over devices and split points adds the values up; a device may get no
+slot. Best is, in this order: most resident bytes, most resident layers (fewest on the host), least time per token on
+the cards, the earlier devices, lowest `-ts`. Nothing here knows files, flags or prose.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 
 from launcher.planner import budget, pack
@@ -23,6 +23,7 @@ _HOP_NS = 20_000
 _DEFAULT_BPS = 500e9
 
 Score = tuple[int, int, int]  # resident bytes, resident layers, minus nanoseconds per token
+Tie = tuple[tuple[int, int], ...]  # per device (1, minus slots) when used, else (0, 0); more is better
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,14 +57,14 @@ def choose(p: Problem, counts: Sequence[int] | None = None) -> Choice | None:
     """
     if counts is not None:
         return _best_for_split(p, tuple(counts))
-    best: tuple[tuple[Score, tuple[int, ...]], Choice] | None = None
-    for subset in _subsets(p):
-        found = _search(p, subset)
+    alike = len({d.backend in NO_OFFLOAD for d in p.devices}) == 1
+    subsets = [tuple(range(len(p.devices)))] if alike else list(_subsets(len(p.devices)))
+    best: tuple[tuple[Score, Tie], Choice] | None = None
+    for subset in subsets:
+        found = _search(p, subset, may_skip=alike)
         if found and (best is None or found[0] > best[0]):
             best = found
-    if best:
-        return best[1]
-    return _least_overfull(p)
+    return best[1] if best else _least_overfull(p)
 
 
 def orders(p: Problem) -> list[tuple[Device, ...]]:
@@ -84,17 +85,10 @@ def orders(p: Problem) -> list[tuple[Device, ...]]:
     return [given, *moved]
 
 
-def _subsets(p: Problem) -> Iterator[tuple[int, ...]]:
-    """Device subsets worth a search: all that can hold a slot at all; of more than four all and all but one."""
-    able = [k for k in range(len(p.devices)) if _holds_a_slot(p, k)]
-    sizes = range(len(able), 0, -1) if len(able) <= 4 else (len(able), len(able) - 1)
-    for size in sizes:
-        yield from combinations(able, size)
-
-
-def _holds_a_slot(p: Problem, k: int) -> bool:
-    """Whether a device could own any one slot; a card that somebody else fills can not."""
-    return not all(_hopeless(p, k, start, start + 1) for start in range(p.shape.n_layer + 1))
+def _subsets(n: int) -> Iterator[tuple[int, ...]]:
+    """Device subsets of a rig that mixes cards with RPC devices: there nobody knows yet who will be first."""
+    for size in range(n, 0, -1) if n <= 4 else (n, n - 1):
+        yield from combinations(range(n), size)
 
 
 def _hopeless(p: Problem, k: int, start: int, end: int) -> bool:
@@ -139,48 +133,73 @@ def _expand(p: Problem, subset: tuple[int, ...], picks: Sequence[tuple[int, _Val
     return Choice(counts=tuple(counts), resident=tuple(blocks), short_bytes=tuple(short))
 
 
-def _search(p: Problem, subset: tuple[int, ...]) -> tuple[tuple[Score, tuple[int, ...]], Choice] | None:
+def _search(p: Problem, subset: tuple[int, ...], *, may_skip: bool) -> tuple[tuple[Score, Tie], Choice] | None:
     if p.fixed_layers and any(d.name in p.fixed_layers for k, d in enumerate(p.devices) if k not in subset):
         return None
     reduced = _reduced(p, subset)
     found = None
     if p.fixed_layers is None and p.settings.residency == "auto":
-        found = _programme(reduced, host_anywhere=False)  # everything resident, if that is possible at all
-    found = found or _programme(reduced, host_anywhere=True)
+        found = _programme(reduced, host_anywhere=False, may_skip=may_skip)  # all resident, if that is possible at all
+    found = found or _programme(reduced, host_anywhere=True, may_skip=may_skip)
     if found is None:
         return None
-    score, picks = found
-    # among equals the earlier devices, as people list the card that they mean first
-    return (score, tuple(-k for k in subset)), _expand(p, subset, picks)
+    score, tie, picks = found
+    at = dict(zip(subset, tie, strict=True))
+    used = tuple(subset[k] for k, _, _ in picks)
+    choice = _expand(p, used, [(slots, value) for _, slots, value in picks])
+    return (score, tuple(at.get(k, (0, 0)) for k in range(len(p.devices)))), choice
 
 
-def _programme(p: Problem, *, host_anywhere: bool) -> tuple[Score, list[tuple[int, _Value]]] | None:
-    """best[j] after device k: the best way to give slots [0, j) to devices 0..k, each at least one slot."""
+def _programme(
+    p: Problem, *, host_anywhere: bool, may_skip: bool
+) -> tuple[Score, Tie, list[tuple[int, int, _Value]]] | None:
+    """row[j] after device k: the best way to give slots [0, j) to devices 0..k; (device, slots, value) of those used.
+
+    may_skip  a device may stay without a slot: it is left out then. Who is first, and who is alone, follows from the
+              slots alone, so one pass covers every subset of the devices.
+    """
     n_slots, n = p.shape.n_layer + 1, len(p.devices)
-    if n > n_slots:
-        return None
-    Row = dict[int, tuple[Score, tuple[int, ...], tuple[_Value, ...]]]
+    pinned = {k for k in range(n) if p.fixed_layers and p.fixed_layers.get(p.devices[k].name)}
+    Row = dict[int, tuple[Score, Tie, tuple[tuple[int, int, _Value], ...]]]
     row: Row = {0: ((0, 0, 0), (), ())}
     for k in range(n):
-        after = n - k - 1
-        nxt: Row = {}
-        for start, (score, negative, values) in row.items():
-            ends = (n_slots,) if after == 0 else range(start + 1, n_slots - after + 1)
-            for end in ends:
-                value = _value(p, k, start, end, host_anywhere)
+        skips = may_skip and k not in pinned
+        nxt: Row = (
+            {start: (score, (*tie, (0, 0)), picks) for start, (score, tie, picks) in row.items()} if skips else {}
+        )
+        last_chance = not may_skip and k == n - 1
+        for start, (score, tie, picks) in row.items():
+            for end in (n_slots,) if last_chance else range(start + 1, n_slots + 1):
+                view, index = _role(p, k, start, end) if may_skip else (p, k)
+                value = _value(view, index, start, end, host_anywhere)
                 if value is None:
-                    if _hopeless(p, k, start, end):
+                    if _hopeless(view, index, start, end):
                         break
                     continue
                 total = (score[0] + value.score[0], score[1] + value.score[1], score[2] + value.score[2])
-                key = (total, (*negative, start - end))
+                # among equals the earlier devices, as people list the card that they mean first; then the lowest -ts
+                key = (total, (*tie, (1, start - end)))
                 if end not in nxt or key > nxt[end][:2]:
-                    nxt[end] = (*key, (*values, value))
+                    nxt[end] = (*key, (*picks, (k, end - start, value)))
         row = nxt
     if n_slots not in row:
         return None
-    score, negative, values = row[n_slots]
-    return score, [(-negative[k], values[k]) for k in range(n)]
+    score, tie, picks = row[n_slots]
+    return score, tie, list(picks)
+
+
+def _role(p: Problem, k: int, start: int, end: int) -> tuple[Problem, int]:
+    """The problem as device `k` sees it with these slots, and its index there: alone, first of several, or later."""
+    alone = start == 0 and end == p.shape.n_layer + 1
+    kind = "alone" if alone or len(p.devices) == 1 else "first" if start == 0 else "later"
+    key = ("role", p.devices[k].name, kind)
+    if key not in p.memo:
+        own, other = p.devices[k], p.devices[k - 1 if k else len(p.devices) - 1]
+        devices = {"alone": (own,), "first": (own, other), "later": (other, own)}[kind]
+        p.memo[key] = replace(p, devices=devices)
+    view = p.memo[key]
+    assert isinstance(view, Problem)
+    return view, int(kind == "later")
 
 
 def _value(p: Problem, k: int, start: int, end: int, host_anywhere: bool) -> _Value | None:
