@@ -106,3 +106,16 @@ def test_moving_one_bundle_moves_the_host_by_exactly_that_bundle() -> None:
     assert abs(two - 138_505 * MIB) <= 512 * MIB
     assert need({"CUDA0": (0,)}) - two == 3264 * MIB
     assert need({"CUDA0": (0, 1), "CUDA1": (42,)}) - two == -3264 * MIB
+
+
+def test_two_measured_cards_are_met_within_two_percent() -> None:
+    """Two RTX 3090 with the drafter at 204,800 tokens and no resident bundle took 20,030 and 19,586 MiB."""
+    plan = make_plan(
+        target="t",
+        header=replica_header("deepseek-v4-flash-UD-Q8_K_XL"),
+        drafter=replica_header("deepseek-v4-flash-dspark-Q8_0"),
+        inventory=load_rig(GOLDEN / "rigs" / "2x3090.yaml"),
+        settings=deepseek(residency="none", tensor_split=(22, 22)),
+    )
+    for d, measured_mib in zip(plan.devices, (20_030, 19_586), strict=True):
+        assert d.used_bytes / MIB == pytest.approx(measured_mib, rel=0.02)
