@@ -47,6 +47,9 @@ def options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--silent", action="store_true", help="while loading: no log line, no allocation")
     parser.add_argument("--hang", action="store_true", help="never get ready")
     parser.add_argument("--ignore-sigterm", action="store_true")
+    parser.add_argument(
+        "--shrink", type=int, metavar="MIB", help="hold so much, give it back on SIGTERM, end 1.5 s later"
+    )
     parser.add_argument("--fail", choices=sorted(FAILURES), help="print what the real one prints, exit 1")
     parser.add_argument("--exit-after", type=float, help="exit that many seconds after the start")
     parser.add_argument("--exit-code", type=int, default=0, help="with --exit-after")
@@ -137,8 +140,21 @@ def leave(opts: argparse.Namespace) -> None:
     os._exit(opts.exit_code)
 
 
+def shrinking(mib: int) -> None:
+    """As a server with 150 GB ends: its memory goes first, the process a while later."""
+    ballast = [bytearray(os.urandom(1 << 20)) for _ in range(mib)]
+
+    def end(_number: int, _frame: object) -> None:
+        ballast.clear()
+        threading.Timer(1.5, os._exit, [0]).start()
+
+    signal.signal(signal.SIGTERM, end)
+
+
 def main() -> int:
     opts = options(sys.argv[1:])
+    if opts.shrink:
+        shrinking(opts.shrink)
     if opts.ignore_sigterm:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if opts.print_env:

@@ -152,7 +152,9 @@ class Keeper:
         pause = 0.05  # longer and longer: a server that dies young leaves a sample too
         while not ended.wait(0.1 if kill_at else pause):
             pause = min(2 * pause, self.sample_s)
-            rss = native.resident_bytes(self.record.server) or rss
+            if not self.told_to_end.is_set() and state.stop_asked(self.record) is None:
+                # what it held while it served: one that was told to end gives its memory back first
+                rss = native.resident_bytes(self.record.server) or rss
             if self.told_to_end.is_set():
                 if kill_at is None:
                     kill_at = time.monotonic() + GRACE_S

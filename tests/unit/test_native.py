@@ -85,6 +85,15 @@ def pid_of(process: ProcessId | None) -> int:
     return process.pid
 
 
+def test_the_last_memory_sample_is_from_before_the_end_was_asked_for() -> None:
+    record = begin("--shrink", "80")
+    until(lambda: "model loaded" in native.tail(record.log_path))
+    time.sleep(0.5)
+    end = native.stop(record)
+    assert end is not None
+    assert (end.last_rss_bytes or 0) > 80 << 20
+
+
 def test_start_runs_the_server_in_its_own_group_under_a_keeper_and_stop_ends_both() -> None:
     record = begin()
     assert record == state.read(SLUG)
