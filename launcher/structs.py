@@ -304,7 +304,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredCompute:
-    """Buffers as the engine's own dry run gave them, for one exact argv.
+    """Buffers as the engine's own dry run gave them for one exact argv, or as an earlier launch showed them (`source`).
 
     device name -> bytes of the main context and of the drafter's (None where the engine could not measure it).
     """
@@ -315,6 +315,7 @@ class MeasuredCompute:
     context_bytes: Mapping[str, int]
     draft_bytes: Mapping[str, int] | None = None  # weights + cache + compute of the drafter, per device
     draft_host_bytes: int | None = None
+    source: Source = Source.DRY_RUN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -83,7 +83,7 @@ def audit(plan: Plan, log: LoadLog, seen: Mapping[str, Held] | None = None) -> A
             ("compute", t["compute"], log.compute_bytes.get(buffer, 0), "compute"),
             ("drafter", t["drafter"], drafted, "drafter"),
         ):
-            exact = not term or d.source[term] is Source.DRY_RUN
+            exact = not term or d.source[term] in (Source.DRY_RUN, Source.MEASURED)
             _add(rows, wrong, _row(name, kind, planned, real, d.source.get(term or kind)), exact)
         if seen and name in seen:
             card = _card(d, log, seen[name])

@@ -160,9 +160,9 @@ def sources(p: Problem, k: int) -> dict[str, Source]:
         source["margin"] = Source.DECLARED
     tapped = k == len(p.devices) - 1 and p.settings.drafter_type in compute.EXTRACTING
     if p.measured and name in p.measured.compute_bytes and not tapped:
-        source["compute"] = Source.DRY_RUN
+        source["compute"] = p.measured.source
     if p.measured and p.measured.draft_bytes and name in p.measured.draft_bytes:
-        source["drafter"] = Source.DRY_RUN
+        source["drafter"] = p.measured.source
     return source
 
 

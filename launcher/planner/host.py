@@ -62,7 +62,7 @@ def host_terms(p: Problem, host_layers: tuple[int, ...], resident_anywhere: bool
 def sources(p: Problem, s: Settings) -> dict[str, Source]:
     """Where each host term came from; `s` as the person gave it, None where we chose."""
     source = dict.fromkeys(HOST_TERMS, Source.FORMULA)
-    if p.measured:
+    if p.measured and p.measured.source is Source.DRY_RUN:  # an earlier launch shows the devices' buffers alone
         source["compute"] = Source.DRY_RUN
     for term, chosen in (("cache_ram", s.cache_ram_bytes), ("checkpoints", s.checkpoints)):
         if chosen is not None:

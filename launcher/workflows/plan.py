@@ -17,6 +17,7 @@ from launcher.errors import DeviceUnusable, DoesNotFit
 from launcher.facts import dry_run as dry
 from launcher.facts import dry_run_cache, gguf_header
 from launcher.facts import engine as engine_facts
+from launcher.measure import learned
 from launcher.planner import rules
 from launcher.serve import argv, ports, preflight, state
 from launcher.structs import (
@@ -166,11 +167,7 @@ def _drafter(target: Target, given: Mapping[str, Any]) -> tuple[ModelHeader | No
 
 def make(inputs: Inputs) -> Planned:
     """Plan, ask the engine, plan again; never more than two dry runs."""
-    planned = _measured(inputs)
-    engine = inputs.inventory.engine
-    if engine is not None and not engine.can("flag:--fit"):
-        planned = replace(planned, plan=_as_bounds(planned.plan))
-    return _noted(planned, _too_deep(inputs))
+    return _noted(_measured(inputs), _too_deep(inputs))
 
 
 def _measured(inputs: Inputs) -> Planned:
@@ -179,7 +176,7 @@ def _measured(inputs: Inputs) -> Planned:
         return _noted(first, _UNASKED.format(inputs.no_dry_run or first.lacks))
     measured, note = _dry_run(first)
     if measured is None:
-        return _noted(first, _UNASKED.format(note))
+        return _as_seen_before(first, note) or _noted(first, _UNASKED.format(note))
     second = launched(inputs, inputs.plan(measured=measured))
     if same_placement(first.plan, second.plan):
         return _noted(second, note)
@@ -195,6 +192,23 @@ _UNASKED = "no dry run ({}): compute buffers are upper bounds"
 # The one thing that a dry run which measured the model can lack; the engine's own words are about its insides.
 _UNMEASURED = "the engine's dry run cannot measure this drafter: its numbers are formulas"
 _NO_FIT = "this llama-server has no --fit"
+
+
+def _as_seen_before(first: Planned, note: str) -> Planned | None:
+    """The same placement with the compute buffers that an earlier launch of it showed; None when there was none."""
+    engine = first.inventory.engine
+    seen = learned.compute_bytes(learned.read(), first.plan, engine.digest) if engine else None
+    if seen is None:
+        return None
+    measured = MeasuredCompute(
+        compute_bytes=seen,
+        host_compute_bytes=first.plan.host.terms["compute"],
+        model_bytes={},
+        context_bytes={},
+        source=Source.MEASURED,
+    )
+    again = launched(first.inputs, pinned(first.inputs, first.plan).plan(measured=measured))
+    return _noted(again, f"no dry run ({note}): compute buffers as an earlier start showed them")
 
 
 def _too_deep(inputs: Inputs) -> str:
@@ -290,15 +304,8 @@ def _bounded(planned: Planned, engine: Engine) -> tuple[MeasuredCompute | None, 
     formula = {d.device.name: d.terms["compute"] for d in planned.plan.devices}
     bounds = {name: min(n, formula.get(name, n)) for name, n in done.measured.compute_bytes.items()}
     host = min(done.measured.host_compute_bytes, planned.plan.host.terms["compute"])
-    measured = replace(done.measured, compute_bytes=bounds, host_compute_bytes=host)
+    measured = replace(done.measured, compute_bytes=bounds, host_compute_bytes=host, source=Source.FORMULA)
     return _in_rig_names(measured, planned.plan), _UNASKED.format(_NO_FIT + " but llama-fit-params")
-
-
-def _as_bounds(plan: Plan) -> Plan:
-    """Without a label of their own, bounds go by the lesser one: `dry-run` is for what the engine will reserve."""
-    host = replace(plan.host, source={**plan.host.source, "compute": Source.FORMULA})
-    devices = tuple(replace(d, source={**d.source, "compute": Source.FORMULA}) for d in plan.devices)
-    return replace(plan, host=host, devices=devices)
 
 
 def _in_rig_names(measured: MeasuredCompute, plan: Plan) -> MeasuredCompute:

@@ -202,7 +202,9 @@ def _seen(plan: Plan) -> MeasuredCompute | None:
     """What the engine's dry run said of this plan, read back from its terms; None without one."""
 
     def term(name: str) -> dict[str, int]:
-        return {d.rig_name: d.terms[name] for d in plan.devices if d.source.get(name) == Source.DRY_RUN}
+        return {
+            d.rig_name: d.terms[name] for d in plan.devices if d.source.get(name) in (Source.DRY_RUN, Source.MEASURED)
+        }
 
     compute, draft = term("compute"), term("drafter")
     if not compute and not draft:

@@ -128,6 +128,12 @@ def test_switch_on_two_loopback_devices_answers_as_planned(models_here: Path, la
     assert "RPC server gone" in lost.stdout
     assert child("stop").returncode == 0
     assert not any(native.alive(p) for p in (record.server, record.keeper, *record.rpc_servers))
+    again = json.loads(
+        child("plan", "t/two", "--json").stdout
+    )  # its RPC servers are gone, so the engine cannot be asked
+    real = {row["device"]: row["real_bytes"] for row in doc["audit"]["rows"] if row["kind"] == "compute"}
+    assert {d["source"]["compute"] for d in again["devices"]} == {"measured"}
+    assert {d["name"]: d["bytes"]["compute"] for d in again["devices"]} == real
 
 
 @pytest.mark.usefixtures("cleaned")
