@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from launcher.facts.load_log import LoadLog
 from launcher.facts.nvml import NvmlCard
-from launcher.structs import Audit, AuditCard, AuditRow, Device, DevicePlan, Plan, Source
+from launcher.structs import Audit, AuditCard, AuditRow, Device, DevicePlan, MeasuredCompute, Plan, Source
 from launcher.units import MIB, mib
 
 # The log prints hundredths of a MiB per buffer; beyond 2 % a placement is not the planned one.
@@ -129,6 +129,23 @@ def _card(d: DevicePlan, log: LoadLog, seen: Held) -> AuditCard:
         margin_bytes=d.terms["margin"],
         by=seen.by,
     )
+
+
+def disagreement(plan: Plan, measured: MeasuredCompute) -> str:
+    """What the engine's dry run says of weights and caches that the plan says otherwise; empty when they agree.
+
+    Both are arithmetic over the same header, so a difference means that one of the two misreads the model.
+    """
+    found = []
+    for d in plan.devices:
+        name, t = d.device.name, d.terms
+        for kind, planned, said in (
+            ("weights", t["dense"] + t["experts"] + t["output"], measured.model_bytes.get(name)),
+            ("cache", t["kv"], measured.context_bytes.get(name)),
+        ):
+            if said is not None and _row(name, kind, planned, said, None).shown:
+                found.append(f"{name} {kind}: planned {mib(planned)} MiB, the engine says {mib(said)}")
+    return "; ".join(found)
 
 
 def _tight(card: AuditCard) -> str:

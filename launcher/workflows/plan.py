@@ -17,7 +17,7 @@ from launcher.errors import DeviceUnusable, DoesNotFit
 from launcher.facts import dry_run as dry
 from launcher.facts import dry_run_cache, gguf_header
 from launcher.facts import engine as engine_facts
-from launcher.measure import learned
+from launcher.measure import learned, verify
 from launcher.planner import rules
 from launcher.serve import argv, ports, preflight, state
 from launcher.structs import (
@@ -288,7 +288,8 @@ def _dry_run(planned: Planned) -> tuple[MeasuredCompute | None, str]:
         dry_run_cache.store(name, done)
     if done.status != "ok" or done.measured is None:
         return None, " ".join(done.note.split())
-    return _in_rig_names(done.measured, planned.plan), _UNMEASURED if done.note else ""
+    notes = (_UNMEASURED if done.note else "", verify.disagreement(planned.plan, done.measured))
+    return _in_rig_names(done.measured, planned.plan), "; ".join(n for n in notes if n)
 
 
 def _bounded(planned: Planned, engine: Engine) -> tuple[MeasuredCompute | None, str]:

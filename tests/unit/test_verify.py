@@ -9,9 +9,11 @@ import pytest
 
 from launcher.facts.load_log import LoadLog
 from launcher.facts.nvml import nvml_cards
-from launcher.measure.verify import Held, audit, buffers_bytes, held
-from launcher.structs import Audit, Device, Plan, Source
+from launcher.measure.verify import Held, audit, buffers_bytes, disagreement, held
+from launcher.planner import make_plan
+from launcher.structs import Audit, Device, MeasuredCompute, Plan, Settings, Source
 from launcher.units import GIB, MIB
+from tests import models
 from tests.serve_builders import card, device_plan, plan, rpc_device, settings
 from tests.unit.test_devices import Nvml, h200
 
@@ -204,3 +206,21 @@ def test_every_table_of_the_log_is_summed() -> None:
         draft_output_bytes={"A": 128, "B": 256},
     )  # fmt: skip
     assert buffers_bytes(log, "A") == 255
+
+
+def test_a_dry_run_that_reads_the_model_otherwise_is_told() -> None:
+    plan = make_plan(
+        target="t",
+        header=models.moe_header([300] * 12),
+        drafter=None,
+        inventory=models.rig(models.card(0, 2700), models.card(1, 2700)),
+        settings=Settings(n_ctx_per_stream=32768),
+    )
+    weights = {d.device.name: d.terms["dense"] + d.terms["experts"] + d.terms["output"] for d in plan.devices}
+    caches = {d.device.name: d.terms["kv"] for d in plan.devices}
+    same = MeasuredCompute(compute_bytes={}, host_compute_bytes=0, model_bytes=weights, context_bytes=caches)
+    assert disagreement(plan, same) == ""
+    rounded = {name: n // MIB * MIB for name, n in weights.items()}  # the engine truncates to whole MiB
+    assert disagreement(plan, replace(same, model_bytes=rounded)) == ""
+    twice = replace(same, context_bytes={**caches, "CUDA1": 2 * caches["CUDA1"]})
+    assert disagreement(plan, twice).startswith("CUDA1 cache: planned ")
