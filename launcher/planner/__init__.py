@@ -39,6 +39,10 @@ from launcher.units import human
 
 __all__ = ["make_plan", "model_shape"]
 
+# A projector's weights and its encode buffer, which is allocated with the first image, after every other check: 0.85 to
+# 1 times the weights where people measured it (ggml-org/llama.cpp issues 18111, 19980).
+PROJECTOR_FACTOR = 2
+
 
 def make_plan(
     *,
@@ -54,6 +58,7 @@ def make_plan(
 
     settings   as the person gave them; None is resolved here
     measured   the engine's own dry run of an earlier plan: replaces the compute bounds
+    projector_bytes  size of the mmproj file: it lies, with its encode buffer, on the first card
 
     Raises ModelUnreadable (a file that cannot be placed), DeviceUnusable (a device without a free figure),
     UsageError (a split or a residency map that the model cannot have).
@@ -67,7 +72,7 @@ def make_plan(
         draft=draft,
         devices=devices,
         settings=wanted,
-        projector_bytes=projector_bytes,
+        projector_bytes=PROJECTOR_FACTOR * projector_bytes,
         measured=measured,
         fixed_layers=_fixed(wanted, shape, devices),
     )

@@ -270,3 +270,18 @@ def test_links_that_are_not_known_leave_the_order_alone() -> None:
     devices = tuple(dataclasses.replace(card(k, 3000 + 500 * k), link_bps=None) for k in range(3))
     plan = make_plan(target="t", header=moe_header([128] * 40), drafter=None, inventory=rig(*devices), settings=BASE)
     assert [d.device.name for d in plan.devices] == ["CUDA0", "CUDA1", "CUDA2"]
+
+
+def test_a_projector_and_its_encode_buffer_lie_on_the_first_card() -> None:
+    """Text works and the first image runs out of memory: the buffer comes after everything that is measured."""
+    header, inventory = moe_header([128] * 24), rig(card(0, 3000), card(1, 3000))
+    without = make_plan(target="t", header=header, drafter=None, inventory=inventory, settings=BASE)
+    seen = make_plan(
+        target="t", header=header, drafter=None, inventory=inventory, settings=BASE, projector_bytes=300 * MIB
+    )
+    assert [d.terms["projector"] for d in seen.devices] == [600 * MIB, 0]
+    assert resident_bytes(seen) < resident_bytes(without)
+    alone = make_plan(
+        target="t", header=header, drafter=None, inventory=rig(), settings=BASE, projector_bytes=300 * MIB
+    )
+    assert alone.host.terms["projector"] == 600 * MIB
