@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -465,8 +466,9 @@ def test_a_broken_slug_hurts_only_itself(launcher_home: Path) -> None:
 def test_an_installed_package_carries_its_slugs(tmp_path: Path) -> None:
     installed = tmp_path / "site"
     (installed / "launcher" / "slugs" / "only").mkdir(parents=True)
-    for source in ("__init__.py", "units.py", "errors.py", "structs.py"):
+    for source in ("__init__.py", "units.py", "errors.py"):
         (installed / "launcher" / source).write_bytes((ROOT / "launcher" / source).read_bytes())
+    shutil.copytree(ROOT / "launcher" / "structs", installed / "launcher" / "structs")
     (installed / "launcher" / "facts").mkdir()
     for source in ("__init__", "paths", "slug", "slug_values", "yaml_reader"):
         text = (ROOT / "launcher" / "facts" / f"{source}.py").read_bytes()
