@@ -104,16 +104,7 @@ def _hopeless(p: Problem, k: int, start: int, end: int) -> bool:
 def _reduced(p: Problem, subset: tuple[int, ...]) -> Problem:
     if len(subset) == len(p.devices):
         return p
-    return Problem(
-        shape=p.shape,
-        draft=p.draft,
-        devices=tuple(p.devices[k] for k in subset),
-        settings=p.settings,
-        projector_bytes=p.projector_bytes,
-        measured=p.measured,
-        fixed_layers=p.fixed_layers,
-        memo=p.memo,
-    )
+    return replace(p, devices=tuple(p.devices[k] for k in subset))
 
 
 def _expand(p: Problem, subset: tuple[int, ...], picks: Sequence[tuple[int, _Value]]) -> Choice:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from launcher.render import document, out, tradeoffs
 from launcher.render import explain as explain_screen
-from launcher.structs import Device, DevicePlan, Host, Inventory, Launch, Plan, Range, WayOut
+from launcher.render.tradeoffs import between
+from launcher.structs import Device, DevicePlan, Host, Inventory, Launch, Plan, WayOut
 from launcher.units import GIB, MIB, engine_label, gib, human, mib
 
 if TYPE_CHECKING:
@@ -30,8 +31,6 @@ _TERMS = dict(_COLUMNS) | {"margin": "the margin kept free", "dense": "dense wei
 # Labels longer than this have a line of their own above; speeds need room in the same 100 columns.
 _WAY_WIDTH, _WAY_WIDTH_FAST = 52, 34
 _BACKENDS = {"cuda": "CUDA", "rpc": "RPC", "vulkan": "Vulkan"}
-
-between = tradeoffs.between
 
 
 def show(
@@ -288,7 +287,7 @@ def ways_out(plan: Plan) -> Iterator[Text | str]:
     Speeds are shown where one of them is known: the rig's facts may not suffice.
     """
     ways = plan.refusal.ways_out if plan.refusal else ()
-    speeds = [[_between(way.decode_tps), _between(way.prefill_tps)] for way in ways]
+    speeds = [[between(way.decode_tps), between(way.prefill_tps)] for way in ways]
     known = any(any(pair) for pair in speeds)
     widest = _WAY_WIDTH_FAST if known else _WAY_WIDTH
     titles = ["RAM GiB", "spare", "decode tok/s", "prefill tok/s"] if known else ["RAM need GiB", "spare GiB"]
@@ -310,10 +309,6 @@ def ways_out(plan: Plan) -> Iterator[Text | str]:
 def _way_cells(way: WayOut) -> list[str]:
     spare = (way.host_available_bytes - way.host_required_bytes) / GIB
     return [_count(way.resident_layers, "layer"), gib(way.host_required_bytes), f"{spare:,.1f}"]
-
-
-def _between(found: Range | None) -> str:
-    return between(found) if found else ""
 
 
 def command(launch: Launch) -> str:

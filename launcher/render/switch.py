@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Self
 from launcher.render import document, out, preflight
 from launcher.render import plan as plan_screen
 from launcher.render.progress import Line, Rate, amounts, bar
+from launcher.render.tradeoffs import between
 from launcher.structs import Audit, AuditCard, Gate, Launch, Plan, RunRecord
 from launcher.units import MIB, gib, mib
 
@@ -50,7 +51,7 @@ class Progress:
         )
         ram = f"RAM {gib(plan.host.required_bytes)} of {gib(plan.host.available_bytes)} GiB"
         decode = plan.speed.decode_tps
-        speed = f", {plan_screen.between(decode)} tok/s expected" if decode.low is not None else ""
+        speed = f", {between(decode)} tok/s expected" if decode.low is not None else ""
         took = f"planned in {out.duration(seconds)}"
         self._say("", f"{cards}, {ram}{speed}, {took}" if cards else f"{ram}{speed}, {took}")
         for warning in plan.warnings:

@@ -86,7 +86,7 @@ def pure_loss(plan: Plan) -> str:
     return f"a smaller micro-batch alone is a pure loss here: {why}, and prefill gets slower"
 
 
-def between(found: Range) -> str:
+def between(found: Range | None) -> str:
     """`6.5-9.6`, whole numbers from 20 on; empty when neither end is known."""
-    ends = [x for x in (found.low, found.high) if x is not None]
+    ends = [x for x in (found.low, found.high) if x is not None] if found else []
     return "-".join(f"{x:,.0f}" if x >= 20 else f"{x:.1f}" for x in ends)
