@@ -20,6 +20,7 @@ _SIZE = re.compile(
 _LAYER = re.compile(r"load_tensors: layer +(\d+) assigned to device ([^,]+),")
 _SLOTS = re.compile(r"load_model: initializing, n_slots = (\d+), n_ctx_slot = (\d+)")
 _OFFLOADED = re.compile(r"load_tensors: offloaded (\d+)/(\d+) layers")
+_NODES = re.compile(r"sched_reserve: graph\b.*?nodes += (\d+)")
 _FIT_BEGINS = "fitting params to device memory"
 _FIT_ENDS = "fitting params to free memory took"
 
@@ -58,6 +59,8 @@ class _Context:
     kv: dict[str, int] = field(default_factory=dict)
     compute: dict[str, int] = field(default_factory=dict)
     output: dict[str, int] = field(default_factory=dict)
+    before: dict[str, int] = field(default_factory=dict)  # compute of its last but one reservation
+    nodes: int = 0  # of its graph, once it was reserved
     pipeline: bool = False
 
 
@@ -134,6 +137,23 @@ def _message(raw: str) -> str:
     return raw.rstrip()
 
 
+def _reserved(models: list[_Model], nodes: int) -> None:
+    """The buffers just listed replace those of the context that they belong to.
+
+    A context may reserve again, and the target does so after the drafter's was made, with the first tokens that are
+    drafted: a graph that nearly has the nodes of one seen before is that context's.
+    """
+    latest = models[-1].context()
+    known = [c for model in models for c in model.contexts if c.nodes]
+    if latest.nodes and known:
+        owner = min(known, key=lambda c: abs(c.nodes - nodes) / max(c.nodes, nodes))
+        if owner is not latest:
+            # the sizes went to the latest context; what that one really holds is what it held before
+            owner.compute, latest.compute = latest.compute, latest.before
+            return
+    latest.nodes = nodes
+
+
 def _feed(models: list[_Model], line: str) -> None:
     if "load_tensors: loading model tensors" in line:
         models.append(_Model())
@@ -144,8 +164,10 @@ def _feed(models: list[_Model], line: str) -> None:
     if "llama_context: constructing llama_context" in line:
         model.contexts.append(_Context())
     elif "sched_reserve: reserving" in line:
-        # A context may reserve again (an MTP drafter does): the last figures are the ones that stay.
-        model.context().compute.clear()
+        context = model.context()
+        context.before, context.compute = context.compute, {}
+    elif match := _NODES.search(line):
+        _reserved(models, int(match[1]))
     elif "llama_context: pipeline parallelism enabled" in line:
         model.context().pipeline = True
     elif match := _SIZE.search(line):

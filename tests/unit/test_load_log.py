@@ -60,6 +60,17 @@ def test_an_mtp_drafter_is_a_second_context_of_the_same_model() -> None:
     assert log.draft_compute_bytes == mib(cpu=7.01)  # reserved twice, held once
 
 
+def test_a_target_that_reserves_again_after_its_drafter_keeps_its_own_buffers() -> None:
+    """With the first drafted tokens the target reserves anew, when the drafter's context is the latest one."""
+    log = read("load_dspark_reserves_again.log")
+    first, last, middle = (f"RPC0[127.0.0.1:{port}]" for port in (47311, 47312, 47313))
+    assert log.compute_bytes == {
+        name: round(n * MIB) for name, n in ((first, 3.70), (middle, 3.85), (last, 3.74), ("CPU", 0.32))
+    }
+    assert log.draft_compute_bytes == {last: round(2.41 * MIB), "CPU": round(0.09 * MIB)}
+    assert log.draft_model_bytes == {last: round(6.66 * MIB)}
+
+
 def test_trial_loads_of_the_fit_are_left_out() -> None:
     assert read("load_fit_mtp_lv5.jsonl").kv_bytes == mib(cpu=14)
     with_fit, without = read("load_fit_mtp_lv5.jsonl"), read("load_mtp.log")
