@@ -6,15 +6,15 @@ import json
 import shlex
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from launcher.planner import compute, kv
-from launcher.planner.owner import drafter_slots, owners
+from launcher.planner import budget, compute, drafter
+from launcher.planner.owner import owners
 from launcher.planner.shape import ModelShape, model_shape
-from launcher.structs import Settings
+from launcher.structs import Device, Settings
 from launcher.units import MIB
 from tests.models import SPECS, replica_header
 from tests.replicas.make_replica import load_spec
@@ -46,7 +46,7 @@ class Row:
     host: list[int]
     draft: dict[str, Any] | None
     odd_flags: bool  # a flag that Settings does not know, beyond weights
-    odd_draft: bool  # the same of its drafter: own devices (-devd), experts in host memory (-cmoed)
+    draft_on: tuple[int, ...]  # devices of the drafter's context, as listed in draft["devices"]
 
     @property
     def shape(self) -> ModelShape:
@@ -64,9 +64,22 @@ class Row:
     def draft_shape(self) -> ModelShape:
         return shapes()[DRAFTER]
 
-    def draft_slots(self, k: int) -> range:
-        own = self.slots(k)
-        return drafter_slots(self.shape.n_layer, self.draft_shape.n_layer, own.start, own.stop) if own else range(0)
+    @property
+    def drafted(self) -> budget.Problem:
+        """The drafter's own problem, for the planner's own sums."""
+        names = [f"{self.backend.upper()}{k}" for k in range(len(self.devices))]
+        devices = tuple(
+            Device(
+                name=name,
+                backend=self.backend,
+                description="",
+                buffer_type=name,
+                total_bytes=None,
+                free_bytes=None,
+            )
+            for name in names
+        )
+        return budget.Problem(shape=self.shape, draft=self.draft_shape, devices=devices, settings=self.settings)
 
     def moe(self, k: int | None = None) -> list[int]:
         """Loaded layers with experts, of one device or of all."""
@@ -112,6 +125,8 @@ def rows() -> list[Row]:
             flash_attn="off" if flags.get("-fa") == "off" else "on",
             drafter_type=flags.get("--spec-type"),
             draft_n_max=int(flags.get("--spec-draft-n-max", 0)),
+            drafter_device=flags.get("-devd"),
+            drafter_experts="host" if "-cmoed" in flags else "auto",
         )
         found.append(
             Row(
@@ -131,7 +146,7 @@ def rows() -> list[Row]:
                 odd_flags=("--no-op-offload" in flags and r["backend"] == "cuda")
                 or bool({"-nkvo", "--swa-full"} & flags.keys())
                 or int(flags.get("-ngl", 999)) < 99,
-                odd_draft=bool({"-devd", "-cmoed"} & flags.keys()),
+                draft_on=(int(flags["-devd"][-1]),) if "-devd" in flags else tuple(range(n_devices)),
             )
         )
     return found
@@ -169,44 +184,15 @@ def host_bound(row: Row) -> int:
     )
 
 
-def draft_weights(row: Row, k: int) -> int:
-    """The drafter's weights on device `k`, as the planner counts them."""
-    draft, slots = row.draft_shape, row.draft_slots(k)
-    layers = [draft.layers[i] for i in slots if i < draft.n_layer]
-    total = sum(layer.dense.on(row.backend) + layer.bundle.on(row.backend) for layer in layers)
-    total += draft.per_device.on(row.backend) if layers else 0
-    return total + (draft.output.on(row.backend) if draft.n_layer in slots else 0)
-
-
-def draft_kv(row: Row, k: int) -> int:
-    """The drafter's cache on device `k`: its own layers, f16, no states of its own."""
-    own = replace(row.settings, type_k="f16", type_v="f16", drafter_type=None, draft_n_max=0)
-    draft = row.draft_shape
-    return sum(kv.layer_bytes(draft, draft.layers[i], own) for i in row.draft_slots(k) if i < draft.n_layer)
-
-
-def draft_device_bound(row: Row, k: int) -> int:
-    slots = row.draft_slots(k)
-    return compute.drafter_device_compute_bytes(
-        row.shape,
-        row.draft_shape,
-        row.settings,
-        backend=row.backend,
-        slots=slots,
-        first=k == 0,
-        output=row.draft_shape.n_layer in slots,
-        head=row.owned[-1] == k,
-    )
-
-
-def draft_host_bound(row: Row) -> int:
-    backends = (row.backend,) * len(row.devices)
-    return compute.drafter_host_compute_bytes(row.shape, row.draft_shape, row.settings, backends=backends)
+def draft_parts(row: Row, k: int) -> tuple[int, int, int]:
+    """(weights, cache, compute bound) of the drafter on device `k`."""
+    own = row.slots(k)
+    return drafter.parts(row.drafted, k, own.start, own.stop)
 
 
 def drafted() -> list[Row]:
-    """Rows with a drafter that lies where the planner puts one."""
-    return [row for row in rows() if row.draft and not row.odd_draft]
+    """Rows with a drafter."""
+    return [row for row in rows() if row.draft]
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,10 +217,11 @@ def bounds() -> Iterator[Bound]:
         name, logits = f"{row.model} {row.tag}", row.full and row.backend == "cuda"
         found: list[tuple[str, int | None, int, int]] = [(row.shape.arch, None, host_bound(row), row.host[2])]
         found += [(row.shape.arch, i, device_bound(row, i), x[2]) for i, x in enumerate(row.devices)]
-        if row.draft and not row.odd_draft:
+        if row.draft:
             arch = row.draft_shape.arch
-            found += [(arch, i, draft_device_bound(row, i), x[2]) for i, x in enumerate(row.draft["devices"])]
-            found.append((arch, None, draft_host_bound(row), row.draft["host"][2]))
+            buffers = zip(row.draft_on, row.draft["devices"], strict=True)
+            found += [(arch, k, draft_parts(row, k)[2], x[2]) for k, x in buffers]
+            found.append((arch, None, drafter.host_bytes(row.drafted)[1], row.draft["host"][2]))
         for arch, i, bound, size in found:
             place = "host" if i is None else "later" if i else "first"
             yield Bound(arch, row.backend, place, logits, bound, size * row.unit, name)

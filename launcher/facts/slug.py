@@ -118,30 +118,6 @@ def with_environment(slug: Slug, env: Mapping[str, str]) -> Slug:
     return dataclasses.replace(slug, drafter=dataclasses.replace(slug.drafter, n_max=n_max) if n_max else None)
 
 
-def extra_arg(value: str) -> str:
-    """One word for the engine's command line. Raises ValueError for a flag that the launcher writes itself.
-
-    Flags that would move the draft model get the reason: the plan's drafter follows the target's split, and one without
-    an output head (DFlash, DSpark) computes on the device of the target's output, which `-devd` could leave out.
-    """
-    try:
-        return slug_values.extra_arg(value)
-    except ValueError as error:
-        flag = value.partition("=")[0]
-        if (flag.replace("_", "-") if flag.startswith("--") else flag) not in DRAFTER_PLACEMENT:
-            raise
-        msg = f"{error}: the draft model follows the target's split; one without an output head needs its output device"
-        raise ValueError(msg) from error
-
-
-DRAFTER_PLACEMENT = frozenset({
-    "-devd", "--device-draft", "--spec-draft-device", "-ngld", "--gpu-layers-draft", "--n-gpu-layers-draft",
-    "--spec-draft-ngl", "-otd", "--override-tensor-draft", "--spec-draft-override-tensor", "-cmoed",
-    "--cpu-moe-draft", "--spec-draft-cpu-moe", "-ncmoed", "--n-cpu-moe-draft", "--spec-draft-n-cpu-moe",
-    "--spec-draft-ncmoe",
-})  # fmt: skip
-
-
 def load_file(path: Path, name: str) -> Slug:
     """Read one file. Raises SlugInvalid (slug-invalid) with every problem in `context`."""
     problems = Problems(path)
@@ -180,7 +156,7 @@ def _slug(r: Reader, name: str, path: Path) -> Slug:
         thinking=r.get("thinking", boolean, None),
         chat_template=r.get("chat_template", text, None),
         api_key_file=r.get("api_key_file", text, None),
-        extra_args=r.list_of("extra_args", extra_arg),
+        extra_args=r.list_of("extra_args", slug_values.extra_arg),
     )
     r.done(
         {"spec_n": "write drafter: {n_max: ...}", "n_ctx": "it belongs below serve", "port": "it belongs below serve"}
@@ -213,6 +189,9 @@ def _drafter(top: Reader) -> DrafterRef | None:
         remote=r.get("remote", slug_values.inside, None),
         type=r.get("type", slug_values.drafter_type, "", required=True),
         n_max=r.get("n_max", integer(1, 64), 1, required=True),
+        device=r.get("device", or_none("auto", slug_values.drafter_device), None),
+        layers=r.get("layers", or_none("all", integer(0, 1024)), None),
+        experts=r.get("experts", one_of("auto", "host"), "auto"),
     )
     r.done()
     return ref

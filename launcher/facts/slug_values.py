@@ -34,11 +34,12 @@ _OWNED = {
     "model": "-m --model -mu --model-url -dr --docker-repo -hf -hfr --hf-repo -hff --hf-file -hft --hf-token",
     "mmproj": "-mm --mmproj -mmu --mmproj-url --mmproj-auto --no-mmproj --no-mmproj-auto --mmproj-offload "
     "--no-mmproj-offload",
-    "drafter": "-md --model-draft --spec-draft-model -hfd -hfrd --hf-repo-draft --spec-draft-hf -devd --device-draft "
-    "--spec-draft-device -ngld --gpu-layers-draft --n-gpu-layers-draft --spec-draft-ngl -ctkd --cache-type-k-draft "
-    "--spec-draft-type-k -ctvd --cache-type-v-draft --spec-draft-type-v -otd --override-tensor-draft "
-    "--spec-draft-override-tensor -cmoed --cpu-moe-draft --spec-draft-cpu-moe -ncmoed --n-cpu-moe-draft "
-    "--spec-draft-n-cpu-moe --spec-draft-ncmoe",
+    "drafter": "-md --model-draft --spec-draft-model -hfd -hfrd --hf-repo-draft --spec-draft-hf -ctkd "
+    "--cache-type-k-draft --spec-draft-type-k -ctvd --cache-type-v-draft --spec-draft-type-v",
+    "drafter.device": "-devd --device-draft --spec-draft-device",
+    "drafter.layers": "-ngld --gpu-layers-draft --n-gpu-layers-draft --spec-draft-ngl",
+    "drafter.experts": "-otd --override-tensor-draft --spec-draft-override-tensor -cmoed --cpu-moe-draft "
+    "--spec-draft-cpu-moe -ncmoed --n-cpu-moe-draft --spec-draft-n-cpu-moe --spec-draft-ncmoe",
     "drafter.type": "--spec-type --spec-default --mtp --dflash --eagle3",
     "drafter.n_max": "--spec-draft-n-max --draft --draft-n --draft-max",
     "serve.n_ctx": "-c --ctx-size",
@@ -110,6 +111,14 @@ def drafter_type(value: str) -> str:
         msg = f"{value} reads no draft model; expected one of {', '.join(DRAFTER_TYPES)}"
         raise ValueError(msg)
     return one_of(*DRAFTER_TYPES)(value)
+
+
+def drafter_device(value: str) -> str:
+    """A device's name, or "host" (llama.cpp's word is none). One: the shares of several belong to other devices."""
+    if "," in value or not value.strip():
+        msg = f"expected auto, host or one device's name, found {value!r}"
+        raise ValueError(msg)
+    return "host" if value == "none" else value
 
 
 def need(value: str) -> str:

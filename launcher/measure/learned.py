@@ -174,6 +174,7 @@ def with_contexts(
 def flags_of(plan: Plan, engine: str) -> Flags:
     """The key of a plan's compute buffers."""
     s = plan.settings
+    where = (s.drafter_type or "", s.drafter_device, s.drafter_layers, s.drafter_experts)
     return Flags(
         engine=engine,
         arch=plan.model.arch,
@@ -182,7 +183,7 @@ def flags_of(plan: Plan, engine: str) -> Flags:
         n_ubatch=s.n_ubatch,
         type_k=s.type_k,
         type_v=s.type_v,
-        drafter=s.drafter_type or "",
+        drafter="/".join(str(x) for x in where if x is not None and x != "auto"),
         n_devices=len(plan.devices),
     )
 

@@ -4,9 +4,11 @@ shape    header -> ModelShape: per-layer dense bytes, expert bundles, attention 
 owner    which device owns which layer: the engine's own rule in float32, and its inverse
 kv       cache and state bytes of every kind
 compute  the compute bound per backend class
+drafter  where a draft model lies and what it takes there
 budget   every byte term of one device for a range of slots
 host     the host sum
 place    the choice: split points and resident bundles
+order    the order of the devices, one search each
 rules    placement -> ordered -ot rules; resolve(rules, tensors) as the inverse
 speed    bytes moved per token -> tokens a second
 """
@@ -16,11 +18,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from launcher.errors import DeviceUnusable, UsageError
-from launcher.planner import budget, host, owner, place, rules, speed
+from launcher.planner import budget, host, order, rules, speed
+from launcher.planner import drafter as drafting
 from launcher.planner.budget import Problem
 from launcher.planner.place import Choice
 from launcher.planner.shape import ModelShape, model_shape
 from launcher.structs import (
+    DEVICE_TERMS,
     Device,
     DevicePlan,
     Host,
@@ -33,6 +37,7 @@ from launcher.structs import (
     Plan,
     Refusal,
     Settings,
+    Source,
     Speed,
 )
 from launcher.units import human
@@ -76,9 +81,12 @@ def make_plan(
         measured=measured,
         fixed_layers=_fixed(wanted, shape, devices),
     )
-    problem, choice, notes = _ordered(problem, inventory.host)
-    problem, choice, left_out = _without_empty(problem, choice)
-    device_plans = _in_our_order(_device_plans(problem, choice), inventory.devices)
+    drafting.check(problem)
+    everything = problem.devices
+    problem, choice, notes = order.chosen(problem, inventory.host)
+    problem, choice, left_out = order.without_empty(problem, choice)
+    plans = (*_device_plans(problem, choice), *_drafter_alone(problem, everything))
+    device_plans = _in_our_order(plans, inventory.devices)
     resident = frozenset(i for d in device_plans for i in d.resident_layers)
     host_layers = tuple(i for i in problem.moe_layers if i not in resident)
     host_plan, final = _host_plan(problem, host_layers, device_plans, inventory.host, wanted)
@@ -90,7 +98,7 @@ def make_plan(
         devices=device_plans,
         layers=_layers(problem, device_plans),
         host=host_plan,
-        tensor_split=choice.counts,
+        tensor_split=(*choice.counts, *(0 for _ in plans[len(choice.counts) :])),
         rules=rules.build([(d.device.buffer_type, d.resident_layers) for d in device_plans], any_host=bool(host_layers))
         if device_plans and problem.moe_layers
         else (),
@@ -165,74 +173,6 @@ def _spans(numbers: set[int]) -> str:
     return f"{ordered[0]}-{ordered[-1]}" if ordered else "none"
 
 
-def _choice(p: Problem) -> Choice:
-    n_slots = p.shape.n_layer + 1
-    if not p.devices:
-        return Choice(counts=(), resident=(), short_bytes=())
-    split = p.settings.tensor_split
-    if split is not None and (len(split) != len(p.devices) or not any(split)):
-        raise UsageError(
-            "split-mismatch",
-            f"-ts has {len(split)} value{'s' * (len(split) != 1)} for {len(p.devices)} devices",
-            fix=f"-ts {','.join(['1'] * len(p.devices))}",
-        )
-    choice = place.choose(p, owner.counts(p.shape.n_layer, split) if split is not None else None)
-    if choice is None:
-        raise UsageError(
-            "residency-impossible",
-            f"no split of {n_slots} slots gives every device the layers that residency names for it",
-            context="each device owns one run of neighbouring layers, in device order, so its bundles must lie in it",
-            fix="write residency: auto, or order the map by layer: lowest layers on the first device",
-        )
-    return choice
-
-
-def _ordered(p: Problem, machine: Host) -> tuple[Problem, Choice, list[str]]:
-    """The order of devices whose best placement makes the shortest turn, the given one among equals."""
-    found: list[tuple[bool, float, Problem, Choice]] = []
-    for devices in place.orders(p):
-        candidate = replace(p, devices=devices, memo={})
-        choice = _choice(candidate)
-        seconds = 0.0
-        if len(devices) > 1:
-            seconds = (
-                speed.turn_s(p.shape, devices[candidate.first], _host_bundles(p, choice), machine, p.settings) or 0.0
-            )
-        found.append((not choice.fits, seconds, candidate, choice))
-    best = min(found, key=lambda f: f[:2])
-    if best is found[0]:
-        return best[2], best[3], []
-    given, chosen = p.devices[p.first], best[2].devices[best[2].first]
-    moved = _host_bundles(p, best[3])
-    was, now = (moved / d.link_bps if d.link_bps else 0.0 for d in (given, chosen))
-    note = (
-        f"{chosen.name} {chosen.description} comes first: a {p.settings.n_ubatch}-token prefill step moves "
-        f"{moved / 1e9:.0f} GB over its link in {now:.1f} s; with {given.name} {given.description} in front {was:.1f} s"
-    )
-    return best[2], best[3], [note]
-
-
-def _host_bundles(p: Problem, choice: Choice) -> int:
-    resident = {i for blocks in choice.resident for i in blocks}
-    return sum(p.shape.layers[i].bundle.file for i in p.moe_layers if i not in resident)
-
-
-def _without_empty(p: Problem, choice: Choice) -> tuple[Problem, Choice, list[str]]:
-    """Devices without a slot are left out, and said so: an idle card still pays a context."""
-    used = tuple(k for k, n in enumerate(choice.counts) if n)
-    left_out = [
-        f"without {d.name} {d.description}: it would not hold one more bundle"
-        for k, d in enumerate(p.devices)
-        if k not in used
-    ]
-    kept = Choice(
-        counts=tuple(choice.counts[k] for k in used),
-        resident=tuple(choice.resident[k] for k in used),
-        short_bytes=tuple(choice.short_bytes[k] for k in used),
-    )
-    return replace(p, devices=tuple(p.devices[k] for k in used), memo={}), kept, left_out
-
-
 def _device_plans(p: Problem, choice: Choice) -> tuple[DevicePlan, ...]:
     any_host = sum(len(r) for r in choice.resident) < len(p.moe_layers)
     plans, start = [], 0
@@ -251,6 +191,36 @@ def _device_plans(p: Problem, choice: Choice) -> tuple[DevicePlan, ...]:
         )
         start = end
     return tuple(plans)
+
+
+def _drafter_alone(p: Problem, everything: tuple[Device, ...]) -> tuple[DevicePlan, ...]:
+    """The device that holds the drafter and nothing of the target, when there is one."""
+    if not p.draft_apart:
+        return ()
+    device = next(d for d in everything if d.name == p.settings.drafter_device)
+    measured = (p.measured.draft_bytes or {}).get(device.name) if p.measured else None
+    context, known = budget.context_bytes(device)
+    source = dict.fromkeys(DEVICE_TERMS, Source.FORMULA) | {"context": known}
+    if p.settings.margin_bytes is not None:
+        source["margin"] = Source.DECLARED
+    if measured is not None and p.measured:
+        source["drafter"] = p.measured.source
+    terms = dict.fromkeys(DEVICE_TERMS, 0) | {
+        "drafter": drafting.apart(p, device.backend) if measured is None else measured,
+        "context": context,
+        "margin": budget.margin_bytes(device, p.settings),
+    }
+    return (
+        DevicePlan(
+            device=device,
+            rig_name=device.name,
+            layers=(),
+            owns_output=False,
+            resident_layers=(),
+            terms=terms,
+            source=source,
+        ),
+    )
 
 
 def _in_our_order(plans: tuple[DevicePlan, ...], everything: tuple[Device, ...]) -> tuple[DevicePlan, ...]:

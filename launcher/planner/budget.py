@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from launcher.planner import compute, kv, owner, pack
+from launcher.planner import compute, drafter, kv, pack
 from launcher.planner.shape import ModelShape
 from launcher.structs import DEVICE_TERMS, Device, MeasuredCompute, Settings, Source
 from launcher.units import GIB, MIB
@@ -29,6 +29,7 @@ class Problem:
     """Everything that stays the same while the search moves. Devices are in `-ts` order.
 
     fixed_layers  device name -> resident layers, when a person fixed them; None: the search chooses
+    draft_apart   the drafter lies on a device that owns no slot of the target, so none of these carries it
     memo          what was priced already; shared by the device subsets of one search
     """
 
@@ -39,6 +40,7 @@ class Problem:
     projector_bytes: int = 0
     measured: MeasuredCompute | None = None
     fixed_layers: Mapping[str, frozenset[int]] | None = None
+    draft_apart: bool = False
     memo: dict[tuple[object, ...], object] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
@@ -219,68 +221,8 @@ def compute_bytes(p: Problem, k: int, start: int, end: int, n_resident: int, hos
     return max(bound, measured or 0)
 
 
-def drafter_parts(p: Problem, k: int, start: int, end: int) -> tuple[int, int, int]:
-    """(weights, cache, compute bound) of drafting on device `k`, which owns the target's slots [start, end).
-
-    The engine splits a draft model by the same `-ts` over its own slots: `owner.drafter_slots`. NextN blocks are part
-    of the target's weights; their context has a cache and a compute buffer of its own.
-    """
-    cache = sum(p.mtp_bytes[start : min(end, p.shape.n_layer)])
-    if p.draft is None:
-        return 0, cache, _mtp_compute_bytes(p, k, end, owned=cache > 0)
-    backend = p.devices[k].backend
-    slots = owner.drafter_slots(p.shape.n_layer, p.draft.n_layer, start, end)
-    output = p.draft.n_layer in slots
-    layers = [p.draft.layers[i] for i in slots if i < p.draft.n_layer]
-    weights = (
-        sum(layer.dense.on(backend) + layer.bundle.on(backend) for layer in layers)
-        + (p.draft.per_device.on(backend) if layers else 0)
-        + (p.draft.output.on(backend) if output else 0)
-    )
-    bound = compute.drafter_device_compute_bytes(
-        p.shape,
-        p.draft,
-        p.settings,
-        backend=backend,
-        slots=slots,
-        first=k == p.first,
-        output=output,
-        head=end == p.shape.n_layer + 1,
-    )
-    return weights, cache + sum(p.draft_kv_bytes[layer.index] for layer in layers), bound
-
-
-def _mtp_compute_bytes(p: Problem, k: int, end: int, *, owned: bool) -> int:
-    """Bound of a NextN context's compute buffer: a pass over its blocks alone, with a server's few logits.
-
-    owned  some NextN block lies on this device. The first device that offloads computes host-resident experts of the
-           others; the target's output device computes the logits of blocks that have no head of their own.
-    """
-    if not any(p.mtp_bytes):
-        return 0
-    shape, s, backend = p.shape, p.settings, p.devices[k].backend
-    if owned or (k == p.first and backend not in compute.NO_OFFLOAD):
-        block = shape.n_layer - shape.n_nextn
-        return compute.device_compute_bytes(
-            shape,
-            s,
-            backend=backend,
-            slots=range(block, block + 1),
-            first=k == p.first,
-            output=True,
-            n_devices=len(p.devices),
-            resident_here=True,
-            host_here=True,
-            host_anywhere=True,
-            override=bool(p.moe_layers),
-            largest_host_expert_bytes=p.largest_expert_bytes,
-        )
-    outputs = max(1, s.n_parallel) * (1 + s.draft_n_max)
-    return 4 * shape.n_vocab * outputs if end == shape.n_layer + 1 else 0
-
-
 def _drafter(p: Problem, k: int, start: int, end: int) -> int:
     name, drafts = p.devices[k].name, p.draft is not None or any(p.mtp_bytes)
     if drafts and p.measured and p.measured.draft_bytes and name in p.measured.draft_bytes:
         return p.measured.draft_bytes[name]
-    return sum(drafter_parts(p, k, start, end))
+    return sum(drafter.parts(p, k, start, end))

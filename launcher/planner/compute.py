@@ -336,49 +336,66 @@ def host_compute_bytes(
 
 def drafter_device_compute_bytes(
     target: ModelShape, draft: ModelShape, s: Settings, *, backend: str, slots: range, first: bool, output: bool,
-    head: bool | None = None,
+    head: bool | None = None, host_experts: bool = False, largest_host_bytes: int = 0,
 ) -> int:  # fmt: skip
     """Bound of one device's compute buffer of the drafter's own context.
 
-    slots  the drafter's own slots on this device, slot n_layer being its output
-    head   whether the target's output lies here, which computes the logits of a drafter that has no output.weight, even
-           beside none of its slots; None: as `output`
+    slots               the drafter's own slots on this device, slot n_layer being its output
+    head                whether the target's output lies here, which computes the logits of a drafter that has no
+                        output.weight, even beside none of its slots; None: as `output`
+    host_experts        its routed experts lie in host memory (`-otd`)
+    largest_host_bytes  the largest of its weights there, which a first device that offloads copies
 
     DFlash and DSpark graphs have logits for every token of a micro-batch, whatever the server asks for. deepseek4's
     DSpark (dspark-* rows, 3 layers, a pipeline on 2 to 4 devices) is met to 0.1 units.
     """
     extracting, n_draft = s.drafter_type in EXTRACTING, draft.n_layer
     borrowed = bool(head) and extracting and not draft.has_output
-    if not slots and not borrowed:
+    copy = largest_host_bytes if first and backend not in NO_OFFLOAD else 0
+    if not slots and not borrowed and not copy:
         return 0
     if not extracting or target.arch != "deepseek4":
         return device_compute_bytes(
             draft, s, backend=backend, slots=slots or range(n_draft, n_draft + 1), first=first,
-            output=output or borrowed, n_devices=1 if first and output else 2, resident_here=True, host_here=False,
-            host_anywhere=False, override=False, n_outputs=s.n_ubatch if extracting else None,
+            output=output or borrowed, n_devices=1 if first and output else 2, resident_here=not host_experts,
+            host_here=host_experts, host_anywhere=copy > 0, override=host_experts,
+            n_outputs=s.n_ubatch if extracting else None, largest_host_expert_bytes=copy,
         )  # fmt: skip
     b, mask = _dspark_batch(target, s)
     head = output if head is None or draft.has_output else head
     n_layers, start = sum(slot < n_draft for slot in slots), 0 in slots
-    if start and output and head:
-        return max(b.units(33.1) + b.scores + mask, b.logits + b.units(_HEAD + 0.1)) + _SLACK_BYTES
-    if not n_layers:  # the drafter's output and the target's: `-ts 30,14` has both, `30,4,10` one on each
-        return b.logits * (bool(slots) + head) + b.units(50.5 if slots else 4.1) + _SLACK_BYTES
-    n = (28.1 if n_layers == 1 else 33.1) if start else 37.1 if head else 41.6 + 7.75 * n_layers
-    return b.units(n) + b.scores + (b.logits if head else 0) + 4 * mask + _SLACK_BYTES
+    logits = b.logits + b.units(_HEAD + 0.1) if head else 0
+    if host_experts:  # attention alone, and no pipeline (-cmoed rows: 22.0 units and a mask, 5.0 beside the logits)
+        peak = max(b.units(22.1 if start else 26.1) + b.scores + mask if n_layers else 0, logits)
+    elif start and output and head:
+        peak = max(b.units(33.1) + b.scores + mask, logits)
+    elif not n_layers:  # the drafter's output and the target's: `-ts 30,14` has both, `30,4,10` one on each
+        peak = b.logits * (bool(slots) + head) + b.units(50.5 if slots else 4.1)
+    else:
+        n = (28.1 if n_layers == 1 else 33.1) if start else 37.1 if head else 41.6 + 7.75 * n_layers
+        peak = b.units(n) + b.scores + (b.logits if head else 0) + 4 * mask
+    return max(peak, copy + b.units(24) if copy else 0) + _SLACK_BYTES
 
 
-def drafter_host_compute_bytes(target: ModelShape, draft: ModelShape, s: Settings, *, backends: tuple[str, ...]) -> int:
-    """Bound of the CPU backend's compute buffer of the drafter's own context."""
+def drafter_host_compute_bytes(
+    target: ModelShape, draft: ModelShape, s: Settings, *, backends: tuple[str, ...], host_experts: bool = False
+) -> int:
+    """Bound of the CPU backend's compute buffer of the drafter's own context.
+
+    backends      of the drafter's devices; empty: all of it runs on the CPU
+    host_experts  its routed experts lie in host memory
+    """
     extracting = s.drafter_type in EXTRACTING
     if not extracting or target.arch != "deepseek4":
         return host_compute_bytes(
-            draft, s, backends=backends, host_anywhere=False, resident_anywhere=True, override=False,
-            n_outputs=s.n_ubatch if extracting else None,
+            draft, s, backends=backends, host_anywhere=host_experts, resident_anywhere=not host_experts,
+            override=host_experts, n_outputs=s.n_ubatch if extracting else None,
         )  # fmt: skip
     b, mask = _dspark_batch(target, s)
     if not backends:
         return b.units(37.1) + b.logits + 4 * mask + _SLACK_BYTES
+    if host_experts and all(name in NO_OFFLOAD for name in backends):  # the CPU computes them (-cmoed rows: 10.1)
+        return b.units(10.3) + mask + _SLACK_BYTES
     return b.units(1 if not b.scores else 2.2) + (4 if len(backends) > 1 else 1) * mask + _SLACK_BYTES
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from launcher.planner import compute, kv
+from launcher.planner import compute, drafter, kv
 from launcher.planner.budget import Problem
 from launcher.planner.shape import ModelShape
 from launcher.structs import HOST_TERMS, Settings, Source
@@ -34,24 +34,17 @@ def host_terms(p: Problem, host_layers: tuple[int, ...], resident_anywhere: bool
     shape = p.shape
     backends = tuple(d.backend for d in p.devices)
     alone = not p.devices
-    draft = p.draft
     per_checkpoint = kv.checkpoint_bytes(shape, s, p.n_rs)
-    main_compute, draft_compute = _compute(p, backends, bool(host_layers), resident_anywhere)
-    drafter = 0
-    if draft is not None:
-        drafter = draft.input.cpu + draft_compute
-        if alone:
-            drafter += _all_weights(draft) + sum(p.draft_kv_bytes)
     terms = {
         "experts": sum(shape.layers[i].bundle.cpu for i in host_layers),
         "embedding": shape.input.cpu,
         "dense": sum(layer.dense.cpu for layer in shape.layers) + shape.per_device.cpu if alone else 0,
         "output": shape.output.cpu - (shape.input.cpu if shape.tied else 0) if alone else 0,
         "kv": sum(p.kv_bytes) if alone else 0,
-        "drafter": drafter + (sum(p.mtp_bytes) if alone else 0),
+        "drafter": _drafter(p) + (sum(p.mtp_bytes) if alone else 0),
         "projector": p.projector_bytes if alone else 0,
-        "compute": main_compute,
-        "output_buffer": compute.output_buffer_bytes(shape, s, draft),
+        "compute": _compute(p, backends, bool(host_layers), resident_anywhere),
+        "output_buffer": compute.output_buffer_bytes(shape, s, p.draft),
         "cache_ram": s.cache_ram_bytes or 0,
         "checkpoints": (s.checkpoints or 0) * per_checkpoint * max(1, s.n_parallel),
         "overhead": CUDA_OVERHEAD_BYTES if any(b != "rpc" for b in backends) else PLAIN_OVERHEAD_BYTES,
@@ -93,19 +86,18 @@ def generous(s: Settings, shape: ModelShape, n_rs: int, spare_bytes: int) -> Set
     return replace(s, cache_ram_bytes=cache, checkpoints=checkpoints)
 
 
-def _all_weights(shape: ModelShape) -> int:
-    blocks = sum(layer.dense.cpu + layer.bundle.cpu for layer in shape.layers)
-    return blocks + shape.output.cpu + shape.per_device.cpu - (shape.input.cpu if shape.tied else 0)
+def _drafter(p: Problem) -> int:
+    """Weights, cache and compute of the drafter in host memory: the dry run's sum where it measured one."""
+    if p.measured and p.measured.draft_host_bytes:
+        return p.measured.draft_host_bytes
+    return sum(drafter.host_bytes(p))
 
 
-def _compute(p: Problem, backends: tuple[str, ...], host_anywhere: bool, resident_anywhere: bool) -> tuple[int, int]:
-    """Host compute of the target and of the drafter."""
-    draft = 0
-    if p.draft is not None:
-        draft = compute.drafter_host_compute_bytes(p.shape, p.draft, p.settings, backends=backends)
+def _compute(p: Problem, backends: tuple[str, ...], host_anywhere: bool, resident_anywhere: bool) -> int:
+    """The target's compute buffer in host memory."""
     if p.measured:
-        return p.measured.host_compute_bytes, p.measured.draft_host_bytes or draft
-    main = compute.host_compute_bytes(
+        return p.measured.host_compute_bytes
+    return compute.host_compute_bytes(
         p.shape,
         p.settings,
         backends=backends,
@@ -113,4 +105,3 @@ def _compute(p: Problem, backends: tuple[str, ...], host_anywhere: bool, residen
         resident_anywhere=resident_anywhere,
         override=bool(p.moe_layers),
     )
-    return main, draft

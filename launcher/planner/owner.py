@@ -54,14 +54,19 @@ def counts(n_layer: int, tensor_split: Sequence[float]) -> tuple[int, ...]:
     return tuple(owned.count(k) for k in range(len(tensor_split)))
 
 
-def drafter_slots(n_layer: int, n_draft_layer: int, start: int, end: int) -> range:
+def drafter_slots(n_layer: int, n_draft_layer: int, start: int, end: int, n_gpu_layers: int | None = None) -> range:
     """Slots of a drafter on the device that owns slots [start, end) of the target.
 
-    The drafter is split by the same `-ts` shares over its own n_draft_layer + 1 slots, so slot s lies where
-    start / (L+1) <= s / (Ld+1) < end / (L+1), compared as the engine does, in float32.
+    The drafter is split by the same `-ts` shares over its own n_draft_layer + 1 slots, of which the last
+    `n_gpu_layers` (`-ngld`; None: all) lie on devices: the s-th of those n lies where
+    start / (L+1) <= s / n < end / (L+1), compared as the engine does, in float32.
     """
     slots, draft = n_layer + 1, n_draft_layer + 1
+    active = draft if n_gpu_layers is None else min(n_gpu_layers, draft)
     low = f32(start / slots)
     high = f32(end / slots)
-    own = [s for s in range(draft) if (low <= f32(s / draft) or start == 0) and (f32(s / draft) < high or end == slots)]
-    return range(own[0], own[-1] + 1) if own else range(0)
+    own = [
+        s for s in range(active) if (low <= f32(s / active) or start == 0) and (f32(s / active) < high or end == slots)
+    ]
+    first = draft - active
+    return range(first + own[0], first + own[-1] + 1) if own else range(0)

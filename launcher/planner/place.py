@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 
-from launcher.planner import budget, pack
+from launcher.planner import budget, drafter, pack
 from launcher.planner.budget import Problem
 from launcher.planner.compute import NO_OFFLOAD
 from launcher.structs import Device
@@ -125,7 +125,8 @@ def _expand(p: Problem, subset: tuple[int, ...], picks: Sequence[tuple[int, _Val
 
 
 def _search(p: Problem, subset: tuple[int, ...], *, may_skip: bool) -> tuple[tuple[Score, Tie], Choice] | None:
-    if p.fixed_layers and any(d.name in p.fixed_layers for k, d in enumerate(p.devices) if k not in subset):
+    needed = {*(p.fixed_layers or ()), *drafter.devices(p)}
+    if any(d.name in needed for k, d in enumerate(p.devices) if k not in subset):
         return None
     reduced = _reduced(p, subset)
     found = None
@@ -150,7 +151,8 @@ def _programme(
               slots alone, so one pass covers every subset of the devices.
     """
     n_slots, n = p.shape.n_layer + 1, len(p.devices)
-    pinned = {k for k in range(n) if p.fixed_layers and p.fixed_layers.get(p.devices[k].name)}
+    needed = {name for name, layers in (p.fixed_layers or {}).items() if layers} | drafter.devices(p)
+    pinned = {k for k in range(n) if p.devices[k].name in needed}
     Row = dict[int, tuple[Score, Tie, tuple[tuple[int, int, _Value], ...]]]
     row: Row = {0: ((0, 0, 0), (), ())}
     for k in range(n):
@@ -217,6 +219,8 @@ def _value(p: Problem, k: int, start: int, end: int, host_anywhere: bool) -> _Va
 def _best_value(p: Problem, k: int, start: int, end: int, host_anywhere: bool) -> _Value | None:
     """All bundles, else the best subset, else none: compute differs between the three, so each is priced on its own."""
     device = p.devices[k]
+    if not drafter.allowed(p, k, end):
+        return None
     fixed = budget.fixed_terms(p, k, start, end)
     left = (device.free_bytes or 0) - sum(fixed.values())
     if left < 0:
@@ -298,7 +302,7 @@ def _best_for_split(p: Problem, counts: tuple[int, ...]) -> Choice | None:
 def _overfull(p: Problem, k: int, start: int, end: int) -> _Value | None:
     """A range that does not fit, with what must be resident there; None when a fixed map names layers outside it."""
     wanted = _fixed(p, k) or frozenset()
-    if not wanted <= set(_candidates(p, start, end)):
+    if not wanted <= set(_candidates(p, start, end)) or not drafter.allowed(p, k, end):
         return None
     resident = tuple(sorted(wanted))
     t = budget.terms(p, k, start, end, resident, host_anywhere=True)

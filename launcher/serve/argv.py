@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 
 from launcher.errors import DeviceUnusable, SlugInvalid
-from launcher.facts.slug import extra_arg
+from launcher.facts.slug_values import extra_arg
+from launcher.planner.rules import CATCH_ALL
 from launcher.structs import Engine, Launch, Plan, Slug
 from launcher.units import MIB
 
@@ -47,6 +48,9 @@ SPELLINGS: Mapping[str, tuple[str, ...]] = {
     "drafter": ("-md", "--model-draft", "--spec-draft-model"),
     "spec_type": ("--spec-type",),
     "draft_n_max": ("--spec-draft-n-max", "--draft-max"),
+    "draft_devices": ("-devd", "--device-draft", "--spec-draft-device"),
+    "draft_n_gpu_layers": ("-ngld", "--gpu-layers-draft", "--n-gpu-layers-draft", "--spec-draft-ngl"),
+    "draft_override_tensor": ("-otd", "--override-tensor-draft", "--spec-draft-override-tensor"),
     "mmproj": ("--mmproj", "-mm"),
     "reasoning": ("-rea", "--reasoning"),
     "reasoning_budget": ("--reasoning-budget",),
@@ -255,7 +259,7 @@ def planned_split(argv: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[int, ..
 _LISTS = frozenset({"rpc", "devices"})
 _INTEGERS = frozenset({
     "n_ctx_total", "n_parallel", "n_gpu_layers", "threads", "n_batch", "n_ubatch", "cache_ram", "checkpoints",
-    "port", "verbosity", "draft_n_max", "reasoning_budget",
+    "port", "verbosity", "draft_n_max", "draft_n_gpu_layers", "reasoning_budget",
 })  # fmt: skip
 
 
@@ -292,9 +296,10 @@ def _assemble(
     if plan.devices:
         line.need("n_gpu_layers", "999")
         # Always said: a card that the plan left out, or a second backend, would take its share of -ts.
-        line.need("devices", ",".join(d.device.name for d in plan.devices))
+        owning = [(d.device.name, n) for d, n in zip(plan.devices, plan.tensor_split, strict=True) if n]
+        line.need("devices", ",".join(name for name, _ in owning))  # one that only drafts is on -devd alone
         line.need("split_mode", "layer")
-        line.need("tensor_split", ",".join(str(n) for n in plan.tensor_split))
+        line.need("tensor_split", ",".join(str(n) for _, n in owning))
     else:
         line.need("n_gpu_layers", "0")
         line.need("devices", "none")
@@ -344,6 +349,15 @@ def _drafter(line: _Line, plan: Plan) -> None:
     line.need("spec_type", s.drafter_type)
     if is_model:
         line.need("draft_n_max", str(s.draft_n_max))
+    if not plan.devices or on_target:
+        return
+    if s.drafter_device is not None:
+        named = next((d.device.name for d in plan.devices if d.rig_name == s.drafter_device), "none")
+        line.need("draft_devices", named)
+    if s.drafter_layers is not None:
+        line.need("draft_n_gpu_layers", str(s.drafter_layers))
+    if s.drafter_experts == "host":
+        line.need("draft_override_tensor", f"{CATCH_ALL.pattern}={CATCH_ALL.buffer_type}")
 
 
 def _slug_flags(line: _Line, slug: Slug | None, mmproj: str | None) -> None:

@@ -24,7 +24,8 @@ class Settings:
 
     n_ctx_per_stream None means the training context. cache_ram_bytes / checkpoints None mean `auto`.
     tensor_split, when given, is kept, and so is the order of the devices with keep_order. n_gpu_layers is always
-    "all": the planner decides by bytes instead.
+    "all": the planner decides by bytes instead. drafter_device: None follows the target's split, "host", or a device's
+    name; drafter_layers: how many of its last slots lie on devices, None all; drafter_experts: "auto" or "host".
     """
 
     n_ctx_per_stream: int | None = None
@@ -42,6 +43,9 @@ class Settings:
     checkpoints: int | None = None
     drafter_type: str | None = None
     draft_n_max: int = 0
+    drafter_device: str | None = None
+    drafter_layers: int | None = None
+    drafter_experts: str = "auto"
     residency: str | Mapping[str, tuple[int, ...]] = "auto"
     margin_bytes: int | None = None
     reserve_bytes: Mapping[str, int] = field(default_factory=dict)

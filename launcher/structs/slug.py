@@ -26,12 +26,18 @@ class ModelRef:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterRef:
-    """The draft model; `type` is a value of the engine's --spec-type, `remote` its path in the repo."""
+    """The draft model; `type` is a value of the engine's --spec-type, `remote` its path in the repo.
+
+    device, layers, experts: as Settings.drafter_*; the default follows the target's split.
+    """
 
     file: str
     remote: str | None = None
     type: str
     n_max: int
+    device: str | None = None
+    layers: int | None = None
+    experts: str = "auto"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -81,6 +81,9 @@ def settings(slug: Slug | None, given: Mapping[str, Any], host: Host) -> Setting
         numa=_one_of(given, "numa", "--numa", NUMA_MODES) or serve.numa,
         cache_ram_bytes=serve.cache_ram_bytes,
         checkpoints=serve.checkpoints,
+        drafter_device=slug.drafter.device if slug and slug.drafter else None,
+        drafter_layers=slug.drafter.layers if slug and slug.drafter else None,
+        drafter_experts=slug.drafter.experts if slug and slug.drafter else "auto",
         residency=_one_of(given, "residency", "--residency", ("auto", "none")) or policy.residency,
         margin_bytes=_size(given, "margin", "--margin") if "margin" in given else policy.margin_bytes,
         reserve_bytes={**policy.reserve_bytes, **_reserve(given.get("reserve", ()))},
@@ -140,13 +143,33 @@ def _find(devices: tuple[Device, ...], word: str) -> Device:
 
 
 def with_drafter(found: Settings, kind: str | None, n_max: int, given: Mapping[str, Any]) -> Settings:
-    """Settings with a drafter of that kind, or with none; --draft-max wins, 0 means none."""
+    """Settings with a drafter of that kind, or with none; --draft-max wins, 0 means none.
+
+    Raises UsageError (override-invalid).
+    """
     asked = given.get("draft_max", n_max)
     if asked < 0:
         raise invalid("--draft-max", f"{asked} is negative", "--draft-max 5")
     if kind is None or asked == 0:
-        return replace(found, drafter_type=None, draft_n_max=0)
-    return replace(found, drafter_type=kind, draft_n_max=asked)
+        return replace(
+            found, drafter_type=None, draft_n_max=0, drafter_device=None, drafter_layers=None, drafter_experts="auto"
+        )
+    return replace(found, drafter_type=kind, draft_n_max=asked, **_drafter_place(found, given))
+
+
+def _drafter_place(found: Settings, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Where the options put the drafter, over what the slug says."""
+    device, n_layers = found.drafter_device, given.get("drafter_layers", found.drafter_layers)
+    if "drafter_device" in given:
+        word = str(given["drafter_device"]).strip()
+        if not word or "," in word:
+            why = "on several devices of its own the engine splits it by shares that belong to others"
+            raise invalid("--drafter-device", f"{word!r} is not one device: {why}", "--drafter-device host")
+        device = {"auto": None, "none": "host", "host": "host"}.get(word.lower(), word)
+    if n_layers is not None and n_layers < 0:
+        raise invalid("--drafter-layers", f"{n_layers} is negative", "--drafter-layers 2")
+    experts = _one_of(given, "drafter_experts", "--drafter-experts", ("auto", "host")) or found.drafter_experts
+    return {"drafter_device": device, "drafter_layers": n_layers, "drafter_experts": experts}
 
 
 def pins(env: Mapping[str, str]) -> dict[int, tuple[int, ...]]:

@@ -81,8 +81,8 @@ class _Option:
 
 _Options = tuple[_Option, ...]
 _FAMILIES: tuple[tuple[str, ...], ...] = (
-    (), ("ubatch",), ("ctx",), ("kv",), ("drafter",), ("drafter", "ubatch"), ("drafter", "ctx"), ("drafter", "kv"),
-    ("kv", "ubatch"), ("kv", "ctx"), ("ctx", "ubatch"),
+    (), ("ubatch",), ("ctx",), ("kv",), ("drafter",), ("experts",), ("drafter", "ubatch"), ("drafter", "ctx"),
+    ("drafter", "kv"), ("kv", "ubatch"), ("kv", "ctx"), ("ctx", "ubatch"),
 )  # fmt: skip
 
 
@@ -124,6 +124,7 @@ def _axes(planned: Planned) -> dict[str, _Options]:
     kinds = ("f16", "q8_0") if s.flash_attn != "off" else ("f16",)
     wanted: dict[str, list[tuple[str, dict[str, Any]]]] = {
         "drafter": [("--drafter off", {"drafter_type": None, "draft_n_max": 0})] if drafts else [],
+        "experts": [("--drafter-experts host", {"drafter_experts": "host"})] if _experts_on_devices(planned) else [],
         "ctx": [(f"--ctx {n // KIB}k", {"n_ctx_per_stream": n}) for n in shorter if n >= _LEAST_CTX],
         "kv": [(f"--kv {k}", {"type_k": k, "type_v": k}) for k in kinds if (s.type_k, s.type_v) != (k, k)],
         "ubatch": [(f"-ub {n}", {"n_ubatch": n}) for n in UBATCHES if n < s.n_ubatch],
@@ -132,6 +133,13 @@ def _axes(planned: Planned) -> dict[str, _Options]:
         axis: tuple(_Option(axis=axis, text=text, rank=i, settings=changes) for i, (text, changes) in enumerate(each))
         for axis, each in wanted.items()
     }
+
+
+def _experts_on_devices(planned: Planned) -> bool:
+    """Whether the drafter has routed experts that host memory could hold instead."""
+    draft = planned.inputs.drafter
+    moved = planned.inputs.settings.drafter_experts == "host" or not planned.plan.devices
+    return draft is not None and not moved and draft.metadata.get(f"{draft.arch}.expert_count", 0) not in (0, None)
 
 
 def _combinations(axes: Mapping[str, _Options]) -> Iterator[_Options]:

@@ -21,7 +21,7 @@ _MOST = 4
 # A change that gives up more and spares less than one part in so many is no way out.
 _WORTH = 100
 _CTX = frozenset({"ctx", "ctx_total"})
-_DRAFTER = frozenset({"drafter", "draft_max"})
+_DRAFTER = frozenset({"drafter", "draft_max", "drafter_device", "drafter_layers", "drafter_experts"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +82,9 @@ def _changes(s: Settings, plan: Plan) -> Iterator[_Change]:
         yield _Change(text="--residency auto", settings=replace(s, residency="auto"), replaced=frozenset({"residency"}))
     if drafts:
         yield _Change(text="--drafter off", settings=lean, replaced=_DRAFTER)
+        if s.drafter_experts != "host" and plan.devices:
+            kept = replace(s, drafter_experts="host")
+            yield _Change(text="--drafter-experts host", settings=kept, replaced=frozenset({"drafter_experts"}))
     half = n_ctx // 2 // KIB * KIB
     for shorter in (128 * KIB, half):
         if 2 * KIB <= shorter < n_ctx:

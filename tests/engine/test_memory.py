@@ -17,7 +17,7 @@ import pytest
 from launcher.facts.engine import probe
 from launcher.facts.gguf_header import read_header
 from launcher.facts.load_log import LoadLog
-from launcher.planner import budget, make_plan, model_shape, owner
+from launcher.planner import budget, drafter, make_plan, model_shape, owner
 from launcher.structs import Device, Engine, Host, Inventory, Plan, Settings
 from launcher.units import MIB
 from tests.engine.test_placements import PROMPT, TINY, assert_buffers, plan_for, rpc_devices, served
@@ -112,7 +112,7 @@ def drafted(model: Path, draft: Path | None, devices: tuple[Device, ...], **chan
 
 
 @pytest.fixture(scope="session")
-def drafter(tiny: Callable[[str], Path]) -> Callable[[str], Path]:
+def draft_file(tiny: Callable[[str], Path]) -> Callable[[str], Path]:
     """A draft model, made where an older cache of the tiny models lacks it."""
 
     def get(name: str) -> Path:
@@ -124,16 +124,21 @@ def drafter(tiny: Callable[[str], Path]) -> Callable[[str], Path]:
     return get
 
 
-def parts(plan: Plan, model: Path, draft: Path | None) -> list[tuple[int, int, int]]:
-    """(weights, cache, compute bound) of the drafter on each device, from the planner's own sum."""
-    p = budget.Problem(
+def problem(plan: Plan, model: Path, draft: Path | None) -> budget.Problem:
+    """What the planner had solved."""
+    return budget.Problem(
         shape=model_shape(read_header(model), mtp=plan.settings.drafter_type == "draft-mtp"),
         draft=model_shape(read_header(draft)) if draft else None,
         devices=tuple(d.device for d in plan.devices),
         settings=plan.settings,
     )
+
+
+def parts(plan: Plan, model: Path, draft: Path | None) -> list[tuple[int, int, int]]:
+    """(weights, cache, compute bound) of the drafter on each device, from the planner's own sum."""
+    p = problem(plan, model, draft)
     seams = pairwise((0, *accumulate(plan.tensor_split)))
-    return [budget.drafter_parts(p, k, start, end) for k, (start, end) in enumerate(seams)]
+    return [drafter.parts(p, k, start, end) for k, (start, end) in enumerate(seams)]
 
 
 @pytest.mark.parametrize(("name", "split"), CASES)
@@ -141,13 +146,13 @@ def test_a_drafter_lies_where_the_planner_says(
     name: str,
     split: tuple[int, ...],
     tiny: Callable[[str], Path],
-    drafter: Callable[[str], Path],
+    draft_file: Callable[[str], Path],
     engine: Engine,
     four: tuple[str, ...],
     tmp_path: Path,
 ) -> None:
     model, (draft_name, kind) = tiny(name), PAIRS[name]
-    draft = drafter(draft_name)
+    draft = draft_file(draft_name)
     devices = rpc_devices(four[: len(split)])
     plan = drafted(model, draft, devices, tensor_split=split, drafter_type=kind, draft_n_max=3)
     with served(plan, engine, tmp_path) as (_, read):
@@ -162,6 +167,87 @@ def test_a_drafter_lies_where_the_planner_says(
         assert log.draft_kv_bytes.get(buffer, 0) == pytest.approx(cache, abs=LOG_STEP), label
         assert log.draft_compute_bytes.get(buffer, 0) <= bound * 1.01 + LOG_STEP, label
     assert sum(weights for weights, _, _ in expected) > 0.5 * MIB
+
+
+PLACES = [
+    pytest.param("tiny-qwen3moe", {"drafter_device": "RPC1"}, id="one-device"),
+    pytest.param("tiny-qwen3moe", {"drafter_device": "host"}, id="host"),
+    pytest.param("tiny-qwen3moe", {"drafter_layers": 2}, id="two-slots"),
+    pytest.param("tiny-qwen3moe", {"drafter_layers": 0}, id="no-slot"),
+    pytest.param("tiny-deepseek4", {"drafter_device": "RPC2"}, id="dspark-output"),
+    pytest.param("tiny-deepseek4", {"drafter_experts": "host"}, id="dspark-experts"),
+    pytest.param("tiny-deepseek4", {"drafter_layers": 2}, id="dspark-two-slots"),
+    pytest.param("tiny-deepseek4", {"drafter_layers": 0}, id="dspark-no-slot"),
+    pytest.param("tiny-deepseek4", {"drafter_device": "RPC2", "drafter_experts": "host"}, id="dspark-both"),
+]
+
+
+@pytest.mark.parametrize(("name", "place"), PLACES)
+def test_a_drafter_lies_where_a_person_puts_it(
+    name: str,
+    place: dict[str, Any],
+    tiny: Callable[[str], Path],
+    draft_file: Callable[[str], Path],
+    engine: Engine,
+    four: tuple[str, ...],
+    tmp_path: Path,
+) -> None:
+    model, (draft_name, kind) = tiny(name), PAIRS[name]
+    draft, devices = draft_file(draft_name), rpc_devices(four[:3])
+    plan = drafted(model, draft, devices, tensor_split=(4, 2, 3), drafter_type=kind, draft_n_max=3, **place)
+    with served(plan, engine, tmp_path) as (base, read):
+        assert next_text(base, drafts=True)
+        log = read()
+    assert_buffers(plan, log, str(place))
+    for d, (weights, cache, bound) in zip(plan.devices, parts(plan, model, draft), strict=True):
+        buffer = d.device.buffer_type
+        assert d.terms["drafter"] == weights + cache + bound, buffer
+        assert log.draft_model_bytes.get(buffer, 0) == pytest.approx(weights, abs=LOG_STEP), buffer
+        assert log.draft_kv_bytes.get(buffer, 0) == pytest.approx(cache, abs=LOG_STEP), buffer
+        assert log.draft_compute_bytes.get(buffer, 0) <= bound * 1.01 + LOG_STEP, buffer
+    devices_of_ours = {d.device.buffer_type for d in plan.devices}
+    host = sum(
+        n
+        for seen in (log.draft_model_bytes, log.draft_kv_bytes, log.draft_compute_bytes)
+        for buffer, n in seen.items()
+        if buffer not in devices_of_ours
+    )
+    assert host <= plan.host.terms["drafter"] * 1.01 + LOG_STEP
+    stored, bound = drafter.host_bytes(problem(plan, model, draft))
+    assert plan.host.terms["drafter"] == stored + bound
+    kept = sum(
+        n
+        for seen in (log.draft_model_bytes, log.draft_kv_bytes)
+        for buffer, n in seen.items()
+        if buffer not in devices_of_ours
+    )
+    assert kept == pytest.approx(stored, abs=2 * LOG_STEP)
+
+
+def test_a_device_of_its_own_drafts_for_the_others(
+    tiny: Callable[[str], Path],
+    draft_file: Callable[[str], Path],
+    engine: Engine,
+    four: tuple[str, ...],
+    tmp_path: Path,
+) -> None:
+    """The third device owns no layer of the target; it drafts, and the answer is there."""
+    model, draft = tiny("tiny-qwen3moe"), draft_file("tiny-qwen3-draft")
+    devices = rpc_devices(four[:3])
+    plan = drafted(
+        model, draft, devices, tensor_split=(5, 4, 0), drafter_type="draft-simple", draft_n_max=3, drafter_device="RPC2"
+    )
+    lone = plan.devices[-1]
+    with served(plan, engine, tmp_path) as (base, read):
+        assert next_text(base, drafts=True)
+        log = read()
+    mine = lone.device.buffer_type
+    assert mine not in {*log.model_bytes, *log.kv_bytes}
+    seen = (log.draft_model_bytes, log.draft_kv_bytes, log.draft_compute_bytes)
+    assert all(set(part) & {d.device.buffer_type for d in plan.devices} == {mine} for part in seen)
+    used = sum(part[mine] for part in seen)
+    assert used <= lone.terms["drafter"] * 1.01 + LOG_STEP
+    assert used > 0.5 * MIB
 
 
 @pytest.mark.parametrize("split", [(4, 5), (7, 2), (8, 1), (3, 2, 2, 2)], ids=lambda s: "-".join(map(str, s)))
@@ -189,14 +275,14 @@ def test_heads_in_the_models_own_file_are_charged_to_their_device(
 def test_a_drafter_that_is_off_leaves_no_flag_and_no_byte(
     name: str,
     tiny: Callable[[str], Path],
-    drafter: Callable[[str], Path],
+    draft_file: Callable[[str], Path],
     engine: Engine,
     four: tuple[str, ...],
     tmp_path: Path,
 ) -> None:
     model, (draft_name, kind) = tiny(name), PAIRS[name]
     devices, split = rpc_devices(four), {"tensor_split": (3, 2, 2, 2)}
-    on = drafted(model, drafter(draft_name), devices, drafter_type=kind, draft_n_max=3, **split)
+    on = drafted(model, draft_file(draft_name), devices, drafter_type=kind, draft_n_max=3, **split)
     off = drafted(model, None, devices, drafter_type=None, draft_n_max=3, **split)
     assert all(d.terms["drafter"] == 0 for d in off.devices)
     assert off.drafter_path is None

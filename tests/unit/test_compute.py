@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from launcher.planner import compute, kv
+from launcher.planner import compute, drafter, kv
 from launcher.planner.attention import Attention
 from launcher.planner.owner import owners
 from launcher.planner.shape import ModelShape
@@ -18,9 +18,7 @@ from launcher.structs import Settings
 from launcher.units import MIB
 from tests.engine_rows import (
     DRAFTER,
-    draft_device_bound,
-    draft_kv,
-    draft_weights,
+    draft_parts,
     drafted,
     errors,
     rows,
@@ -36,9 +34,10 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_the_rows_are_all_there_and_nearly_all_covered() -> None:
     assert len(rows()) == 982
     assert sum(row.odd_flags for row in rows()) < 80
-    assert len(drafted()) == 33
-    # options of a drafter that Settings does not know: -cmoed and -devd on each of the two targets
-    assert sum(bool(row.draft) and row.odd_draft for row in rows()) == 4
+    assert len(drafted()) == 37
+    # its experts in host memory (-cmoed) and all of it on one device (-devd), on each of the two targets
+    assert sum(row.settings.drafter_experts == "host" for row in drafted()) == 2
+    assert sum(row.settings.drafter_device == "RPC1" for row in drafted()) == 2
 
 
 def test_the_table_that_is_published_has_nothing_failing() -> None:
@@ -182,20 +181,22 @@ def test_weights_and_cache_of_a_drafter_are_the_engines_to_the_byte() -> None:
     checked = 0
     for row in drafted():
         assert row.draft is not None
-        for k, (weights, cache, _) in enumerate(row.draft["devices"]):
-            assert (draft_weights(row, k), draft_kv(row, k)) == (weights, cache), (row.tag, k)
+        for k, (weights, cache, _) in zip(row.draft_on, row.draft["devices"], strict=True):
+            assert draft_parts(row, k)[:2] == (weights, cache), (row.tag, k)
             checked += 1
-        assert row.draft["host"][:2] == [0, 0]
-    assert checked == 72
+        assert [draft_parts(row, k) for k in range(len(row.devices)) if k not in row.draft_on] in ([], [(0, 0, 0)])
+        assert drafter.host_bytes(row.drafted)[0] == sum(row.draft["host"][:2]), row.tag
+    assert checked == 78
 
 
 def test_a_device_with_nothing_but_the_targets_output_computes_the_drafters_logits() -> None:
     """`-ts 34,10`: all three layers and the drafter's output on one device, 2276 MiB of compute on the other."""
     row = next(row for row in drafted() if row.tag == "dspark-200k-ub4096-ts34-10")
-    assert row.draft_slots(0) == range(4)
-    assert not row.draft_slots(1)
-    assert (draft_weights(row, 1), draft_kv(row, 1)) == (0, 0)
-    assert 2276 <= draft_device_bound(row, 1) / MIB <= 2276 * 1.01
+    n_slots = row.shape.n_layer + 1
+    assert drafter.slots(row.drafted, 0, 0, 34) == range(4)
+    assert not drafter.slots(row.drafted, 1, 34, n_slots)
+    assert draft_parts(row, 1)[:2] == (0, 0)
+    assert 2276 <= draft_parts(row, 1)[2] / MIB <= 2276 * 1.01
     own = {"backend": "rpc", "slots": range(0), "first": False, "output": False, "head": True}
     draft = replace(row.draft_shape, has_output=True)
     assert compute.drafter_device_compute_bytes(row.shape, draft, row.settings, **own) == 0

@@ -11,7 +11,7 @@ import pytest
 
 from launcher.errors import SlugInvalid, UsageError
 from launcher.facts import slug as slugs
-from launcher.planner import budget, make_plan, model_shape
+from launcher.planner import budget, drafter, make_plan, model_shape
 from launcher.serve import argv
 from launcher.structs import MeasuredCompute, Plan, Settings
 from launcher.units import MIB
@@ -55,7 +55,7 @@ def test_a_drafter_is_a_vector_over_the_devices(
         settings=models.deepseek(),
     )
     for k, (start, end) in enumerate(pairwise((0, *accumulate(split)))):
-        weights, cache, bound = (n / MIB for n in budget.drafter_parts(p, k, start, end))
+        weights, cache, bound = (n / MIB for n in drafter.parts(p, k, start, end))
         assert (weights, cache) == pytest.approx(measured[k][:2], abs=1)
         assert measured[k][2] * 0.99 <= bound <= measured[k][2] * 1.15
 
@@ -67,7 +67,7 @@ def test_no_drafter_has_no_parts() -> None:
         devices=(models.card(0, 24125),),
         settings=models.deepseek(drafter_type=None),
     )
-    assert budget.drafter_parts(p, 0, 0, 44) == (0, 0, 0)
+    assert drafter.parts(p, 0, 0, 44) == (0, 0, 0)
 
 
 def test_heads_in_the_models_own_file_need_a_cache_and_a_compute_buffer() -> None:
@@ -80,8 +80,8 @@ def test_heads_in_the_models_own_file_need_a_cache_and_a_compute_buffer() -> Non
     )
     p = budget.Problem(shape=shape, draft=None, devices=cards, settings=settings)
     seen = replace(p, measured=measured)
-    assert budget.drafter_parts(p, 0, 0, 24) == (0, 0, 0)
-    weights, cache, bound = budget.drafter_parts(p, 1, 24, shape.n_layer + 1)
+    assert drafter.parts(p, 0, 0, 24) == (0, 0, 0)
+    weights, cache, bound = drafter.parts(p, 1, 24, shape.n_layer + 1)
     row = 4 * shape.n_embd * settings.n_ubatch
     assert weights == 0
     assert cache == sum(p.mtp_bytes) > 0
@@ -89,7 +89,7 @@ def test_heads_in_the_models_own_file_need_a_cache_and_a_compute_buffer() -> Non
     assert budget.fixed_terms(p, 1, 24, shape.n_layer + 1)["drafter"] == cache + bound
     assert budget.fixed_terms(seen, 1, 24, shape.n_layer + 1)["drafter"] == 7 * MIB
     # the output alone: a few rows of logits for a block without a head
-    assert 0 < sum(budget.drafter_parts(p, 1, shape.n_layer, shape.n_layer + 1)) < 4 * MIB
+    assert 0 < sum(drafter.parts(p, 1, shape.n_layer, shape.n_layer + 1)) < 4 * MIB
 
 
 @pytest.mark.parametrize("given", [{"draft_max": 0}, {"drafter": "off"}])
@@ -118,30 +118,23 @@ def test_off_takes_every_byte_and_every_flag_away(given: dict[str, object]) -> N
 
 # --------------------------------------------------------------------------------------- its devices
 
-MOVES = (
-    "-devd", "--device-draft", "--spec-draft-device", "-ngld", "--spec-draft-ngl", "-otd",
-    "--spec-draft-override-tensor", "-cmoed", "--spec-draft-cpu-moe", "-ncmoed", "--spec_draft_n_cpu_moe",
-)  # fmt: skip
+MOVES = {
+    "drafter.device": ("-devd", "--device-draft", "--spec-draft-device"),
+    "drafter.layers": ("-ngld", "--gpu-layers-draft", "--spec-draft-ngl"),
+    "drafter.experts": ("-otd", "--spec-draft-override-tensor", "-cmoed", "-ncmoed", "--spec_draft_n_cpu_moe"),
+}
 
 
-@pytest.mark.parametrize("flag", MOVES)
-@pytest.mark.parametrize("value", ["none", "CUDA0"])
-def test_a_slug_may_not_move_the_draft_model(tmp_path: Path, flag: str, value: str) -> None:
+@pytest.mark.parametrize(("key", "flag"), [(key, flag) for key, flags in MOVES.items() for flag in flags])
+def test_a_slug_moves_the_draft_model_by_its_own_keys_alone(tmp_path: Path, key: str, flag: str) -> None:
     path = tmp_path / "x.yaml"
-    path.write_text(
-        f'{LEAST}drafter: {{file: d.gguf, type: draft-dspark, n_max: 5}}\nextra_args: ["{flag}", {value}]\n'
-    )
+    path.write_text(f'{LEAST}drafter: {{file: d.gguf, type: draft-dspark, n_max: 5}}\nextra_args: ["{flag}", none]\n')
     with pytest.raises(SlugInvalid) as e:
         slugs.load_file(path, "family/x")
     assert e.value.exit_code == 3
     shown = flag.replace("_", "-")
-    assert f"6:14: extra_args[0]: {shown} is the launcher's to write: use drafter" in e.value.context
-    assert "one without an output head needs its output device" in e.value.context
+    assert f"6:14: extra_args[0]: {shown} is the launcher's to write: use {key}" in e.value.context
     assert e.value.fix == f"${{EDITOR:-vi}} +6 {path}"
-
-
-def test_every_placement_flag_of_a_drafter_is_the_launchers() -> None:
-    assert {slugs.slug_values.OWNED_FLAGS[flag] for flag in slugs.DRAFTER_PLACEMENT} == {"drafter"}
 
 
 @pytest.mark.parametrize("words", [("-devd", "none"), ("--no-warmup", "--spec-draft-device=CUDA1")])
@@ -160,7 +153,187 @@ def test_a_command_line_may_not_move_the_draft_model(words: tuple[str, ...]) -> 
         )
     assert (e.value.exit_code, e.value.reference) == (3, "slug-invalid")
     assert f"extra_args[{len(words) - (1 if '=' in words[-1] else 2)}]: " in e.value.context
-    assert "needs its output device" in e.value.context
+    assert "use drafter.device" in e.value.context
+
+
+def small(draft: str | None = "qwen3-8b-Q4_K_M", *, cards: int = 2, mib: int = 24125, **changes: object) -> Plan:
+    """A MoE of 48 layers that an ordinary model drafts for."""
+    base: dict[str, object] = {
+        "n_ctx_per_stream": 16384, "n_ubatch": 512, "drafter_type": "draft-simple", "draft_n_max": 4,
+    }  # fmt: skip
+    return make_plan(
+        target="t",
+        header=models.replica_header("qwen3-235b-a22b-Q4_K_M"),
+        drafter=models.replica_header(draft) if draft else None,
+        inventory=models.rig(*(models.card(k, mib) for k in range(cards))),
+        settings=Settings(**(base | changes)),  # type: ignore[arg-type]
+    )
+
+
+def line(plan: Plan) -> dict[str, object]:
+    """What the command line says, read back."""
+    launch = argv.build(
+        plan, engine=None, host="127.0.0.1", port=1, alias="a", slug=None, base_env={}, empty_config="/e"
+    )
+    return argv.parse_back(launch.argv)
+
+
+def test_a_drafter_in_host_memory_takes_nothing_of_the_cards() -> None:
+    there, plain, here = small(), small(None, drafter_type=None), small(drafter_device="host")
+    assert [d.terms["drafter"] for d in here.devices] == [0, 0]
+    assert here.resident_layers == plain.resident_layers
+    assert len(here.resident_layers) > len(there.resident_layers)
+    draft = model_shape(models.replica_header("qwen3-8b-Q4_K_M"))
+    stored = sum(x.dense.cpu for x in draft.layers) + draft.output.cpu + draft.input.cpu + draft.per_device.cpu
+    cache = 36 * 2 * 8 * 128 * 2 * 16384
+    assert here.host.terms["drafter"] >= stored + cache
+    assert here.host.terms["drafter"] - stored - cache < 512 * MIB  # its compute buffer
+    said = line(here)
+    assert (said["draft_devices"], said["devices"]) == ("none", ("CUDA0", "CUDA1"))
+    assert "draft_devices" not in line(there)
+
+
+@pytest.mark.parametrize("name", ["CUDA0", "CUDA1"])
+def test_a_drafter_on_one_card_lies_there_whole(name: str) -> None:
+    plan = small(drafter_device=name)
+    shares = {d.rig_name: d.terms["drafter"] for d in plan.devices}
+    draft = model_shape(models.replica_header("qwen3-8b-Q4_K_M"))
+    weights = sum(x.dense.on("cuda") for x in draft.layers) + draft.output.on("cuda") + draft.per_device.on("cuda")
+    assert shares.pop(name) >= weights + 36 * 2 * 8 * 128 * 2 * 16384
+    assert list(shares.values()) == [0]
+    assert line(plan)["draft_devices"] == name
+    assert plan.fits
+
+
+def test_a_card_too_small_for_the_target_can_draft_for_it() -> None:
+    """It owns no layer, is in no -ts and on no -dev, and its sum is shown; the others hold what they would alone."""
+    header, draft = models.replica_header("qwen3-235b-a22b-Q4_K_M"), models.replica_header("qwen3-8b-Q4_K_M")
+    s = Settings(
+        n_ctx_per_stream=8192, n_ubatch=512, drafter_type="draft-simple", draft_n_max=4, drafter_device="CUDA2"
+    )
+    cards, small_card = (models.card(0, 24125), models.card(1, 24125)), models.card(2, 8125)
+    p = budget.Problem(shape=model_shape(header), draft=model_shape(draft), devices=cards, settings=s)
+    taken = drafter.apart(p, "cuda") + budget.context_bytes(small_card)[0] + budget.margin_bytes(small_card, s)
+    rig = models.rig(*cards, replace(small_card, free_bytes=taken + MIB))
+    plan = make_plan(target="t", header=header, drafter=draft, inventory=rig, settings=s)
+    lone = plan.devices[-1]
+    assert plan.fits
+    assert (lone.rig_name, lone.layers, lone.owns_output, plan.tensor_split[-1]) == ("CUDA2", (), False, 0)
+    assert {t for t, n in lone.terms.items() if n} == {"drafter", "context", "margin"}
+    said = line(plan)
+    assert (said["devices"], said["draft_devices"]) == (("CUDA0", "CUDA1"), "CUDA2")
+    assert said["tensor_split"] == plan.tensor_split[:-1]
+    assert len(plan.resident_layers) == len(small(None, drafter_type=None, n_ctx_per_stream=8192).resident_layers)
+    again = make_plan(
+        target="t", header=header, drafter=draft, inventory=rig, settings=replace(s, tensor_split=plan.tensor_split)
+    )
+    assert (again.layers, again.devices[-1].terms) == (plan.layers, lone.terms)
+
+
+def test_a_drafter_with_some_layers_on_cards_keeps_the_first_ones_in_host_memory() -> None:
+    """`-ngld 10`: its output and last nine layers on the cards, 27 layers with their cache in host memory."""
+    draft = model_shape(models.replica_header("qwen3-8b-Q4_K_M"))
+    p = budget.Problem(
+        shape=model_shape(models.replica_header("qwen3-235b-a22b-Q4_K_M")),
+        draft=draft,
+        devices=(models.card(0, 24125), models.card(1, 24125)),
+        settings=Settings(n_ctx_per_stream=16384, drafter_type="draft-simple", draft_n_max=4, drafter_layers=10),
+    )
+    on = [drafter.slots(p, 0, 0, 50), drafter.slots(p, 1, 50, 95)]
+    assert [i for own in on for i in own] == list(range(27, 37))
+    assert drafter.host_slots(p) == range(27)
+    stored = drafter.host_bytes(p)[0]
+    assert stored == draft.input.cpu + draft.per_device.cpu + sum(x.dense.cpu for x in draft.layers[:27]) + sum(
+        p.draft_kv_bytes[:27]
+    )
+    weights = sum(drafter.parts(p, k, start, end)[0] for k, (start, end) in enumerate(((0, 50), (50, 95))))
+    everything = sum(x.dense.on("cuda") for x in draft.layers) + draft.output.on("cuda")
+    assert weights == everything - sum(x.dense.on("cuda") for x in draft.layers[:27])
+    assert line(small(drafter_layers=10))["draft_n_gpu_layers"] == 10
+
+
+def test_the_experts_of_a_drafter_in_host_memory_make_room_for_the_targets() -> None:
+    wanted = models.deepseek()
+    there, here = planned(wanted, drafted=True), planned(replace(wanted, drafter_experts="host"), drafted=True)
+    assert len(here.resident_layers) > len(there.resident_layers)
+    moved = here.host.terms["drafter"] - there.host.terms["drafter"]
+    bundles = sum(x.bundle.cpu for x in model_shape(models.replica_header(DRAFT)).layers)
+    assert bundles <= moved
+    assert line(here)["draft_override_tensor"] == r"\.ffn_(up|down|gate|gate_up)_(ch|)exps=CPU"
+    assert line(here)["draft_n_max"] == 5
+
+
+@pytest.mark.parametrize(
+    ("settings", "drafted", "said"),
+    [
+        ({"drafter_device": "host"}, True, "needs the device of the target's output, CUDA1"),
+        ({"drafter_device": "CUDA0"}, True, "needs the device of the target's output, CUDA1"),
+        ({"drafter_device": "CUDA7"}, True, "no device is called 'CUDA7' (here: CUDA0, CUDA1, host)"),
+        ({"drafter_device": "host", "drafter_type": "draft-mtp"}, False, "its blocks are part of the target's file"),
+    ],
+)
+def test_a_place_that_the_engine_would_refuse_is_refused_before(
+    settings: dict[str, str], drafted: bool, said: str
+) -> None:
+    with pytest.raises(UsageError) as e:
+        planned(models.deepseek(**settings), drafted=drafted)
+    assert (e.value.exit_code, e.value.reference) == (2, "drafter-place")
+    assert said in e.value.message
+    assert e.value.fix.startswith("--drafter-device ")
+
+
+def test_experts_that_a_drafter_has_not_got_cannot_stay_anywhere() -> None:
+    with pytest.raises(UsageError, match="no routed experts"):
+        small(drafter_experts="host")
+
+
+def test_a_drafter_without_a_head_may_be_named_for_the_outputs_card() -> None:
+    """The whole of it, on the last card: 10386 MiB and 26 of cache, in every order that a faster link would suggest."""
+    plan = planned(models.deepseek(drafter_device="CUDA1"), drafted=True)
+    last = plan.devices[-1]
+    assert (last.rig_name, last.owns_output) == ("CUDA1", True)
+    assert last.terms["drafter"] / MIB > 10386 + 25
+    assert plan.devices[0].terms["drafter"] == 0 or len(plan.devices) == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"drafter_device": "none"}, ("host", None, "auto")),
+        ({"drafter_device": "HOST", "drafter_layers": 0}, ("host", 0, "auto")),
+        ({"drafter_device": "auto", "drafter_experts": "HOST"}, (None, None, "host")),
+        ({"drafter_device": "CUDA1"}, ("CUDA1", None, "auto")),
+        ({}, ("CUDA0", 3, "auto")),
+    ],
+)
+def test_options_win_over_the_slug(given: dict[str, object], expected: tuple[object, ...]) -> None:
+    slug = Settings(drafter_device="CUDA0", drafter_layers=None if given else 3)
+    found = overrides.with_drafter(slug, "draft-simple", 4, given)
+    assert (found.drafter_device, found.drafter_layers, found.drafter_experts) == expected
+    off = overrides.with_drafter(slug, None, 4, given)
+    assert (off.drafter_device, off.drafter_layers, off.drafter_experts) == (None, None, "auto")
+
+
+@pytest.mark.parametrize(
+    "given", [{"drafter_device": "CUDA0,CUDA1"}, {"drafter_device": ""}, {"drafter_layers": -1}, {"drafter_experts": 1}]
+)
+def test_options_that_mean_no_place(given: dict[str, object]) -> None:
+    with pytest.raises(UsageError) as e:
+        overrides.with_drafter(Settings(), "draft-simple", 4, given)
+    assert (e.value.exit_code, e.value.reference) == (2, "override-invalid")
+
+
+def test_a_slug_says_where_its_drafter_lies(tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    more = "device: none, layers: 2, experts: host"
+    path.write_text(f"{LEAST}drafter: {{file: d.gguf, type: draft-simple, n_max: 5, {more}}}\n")
+    found = slugs.load_file(path, "family/x").drafter
+    assert found is not None
+    assert (found.device, found.layers, found.experts) == ("host", 2, "host")
+    path.write_text(f'{LEAST}drafter: {{file: d.gguf, type: draft-simple, n_max: 5, device: "CUDA0,CUDA1"}}\n')
+    with pytest.raises(SlugInvalid) as e:
+        slugs.load_file(path, "family/x")
+    assert "drafter.device: expected auto, host or one device's name" in e.value.context
 
 
 # ----------------------------------------------------------------------------------------------- OT_G

@@ -64,14 +64,17 @@ def test_rows_are_the_plans_of_their_options_and_the_chosen_one_comes_first() ->
     assert rows[0] == Row(change="", plan=made.plan, chosen=True, worth=True)
     assert [row.change for row in rows[1:]] == [
         "-ub 2048", "-ub 1024", "-ub 512", "--ctx 100k", "--ctx 50k", "--kv q8_0", "--drafter off",
-        "--drafter off -ub 2048", "--drafter off -ub 1024", "--drafter off -ub 512", "--drafter off --ctx 100k",
-        "--drafter off --ctx 50k", "--drafter off --kv q8_0",
+        "--drafter-experts host", "--drafter off -ub 2048", "--drafter off -ub 1024", "--drafter off -ub 512",
+        "--drafter off --ctx 100k", "--drafter off --ctx 50k",
     ]  # fmt: skip
     assert len(rows) <= 14
     found = by_change(rows)
     assert found["-ub 2048"].plan == planned(n_ubatch=2048).plan
     assert found["--ctx 50k"].plan == planned(n_ctx_per_stream=51200).plan
     assert found["--kv q8_0"].plan == planned(type_k="q8_0", type_v="q8_0").plan
+    hosted = found["--drafter-experts host"]
+    assert hosted.plan == planned(drafter_experts="host").plan
+    assert len(hosted.plan.resident_layers) > len(made.plan.resident_layers)
     assert found["--drafter off --ctx 100k"].plan == planned(drafted=False, n_ctx_per_stream=102400).plan
 
 
