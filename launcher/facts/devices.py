@@ -349,4 +349,5 @@ def _device(name: str, description: str, card: NvmlCard | None) -> Device:
         link_bps=card.link_bps if card else None,
         memory_bps=card.memory_bps if card else None,
         processes=card.processes if card else (),
+        numa_node=card.numa_node if card else None,
     )

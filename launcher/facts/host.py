@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.errors import DeviceUnusable
+from launcher.facts import numa, sysfs
+from launcher.facts.sysfs import parse_list, parse_meminfo
 from launcher.structs import Host
 
 # Version 1 writes "no limit" as the largest multiple of a page below 2^63; anything past this is no limit either.
@@ -26,17 +28,23 @@ def read_host(root: Path = Path("/"), affinity: frozenset[int] | None = None) ->
     """
     total, available = _memory(root)
     limited_by = "MemAvailable"
+    cpus = affinity if affinity is not None else frozenset(os.sched_getaffinity(0))
+    nodes, with_memory = numa.read_nodes(root, cpus, available)
+    reach = sum(node.available_bytes for node in nodes)
+    if nodes and len(nodes) < with_memory and reach < available:
+        available, limited_by = reach, "/proc/self/status Mems_allowed_list"
     for room in memory_rooms(root):
         if room.left_bytes < available:
             available, limited_by = room.left_bytes, room.file
-    cpus = affinity if affinity is not None else frozenset(os.sched_getaffinity(0))
     return Host(
         total_bytes=total,
         available_bytes=available,
         limited_by=limited_by,
         cores=_cores(root, cpus),
-        numa_nodes=_numa_nodes(root),
-        wsl="microsoft" in (_text(root / "proc/sys/kernel/osrelease") or "").lower(),
+        numa_nodes=max(1, len(nodes) or with_memory),
+        nodes=nodes,
+        numactl=numa.numactl() if len(nodes) > 1 else None,
+        wsl="microsoft" in (sysfs.text(root / "proc/sys/kernel/osrelease") or "").lower(),
     )
 
 
@@ -60,30 +68,9 @@ def memory_rooms(root: Path = Path("/")) -> tuple[MemoryRoom, ...]:
     return tuple(found)
 
 
-def parse_meminfo(text: str) -> dict[str, int]:
-    """`MemTotal:  24684096 kB` lines -> name -> bytes; lines of another form are left out."""
-    sizes: dict[str, int] = {}
-    for line in text.splitlines():
-        name, _, rest = line.rpartition(":")
-        words = rest.split()
-        if name and words and words[0].isdigit():
-            sizes[name.split()[-1]] = int(words[0]) * (1024 if words[1:] == ["kB"] else 1)
-    return sizes
-
-
-def parse_cpu_list(text: str) -> frozenset[int]:
-    """`0-3,8` -> {0, 1, 2, 3, 8}; what is not a number or a range is left out."""
-    cpus: set[int] = set()
-    for part in text.strip().split(","):
-        low, _, high = part.partition("-")
-        if low.isdigit() and (high.isdigit() or not high):
-            cpus.update(range(int(low), int(high or low) + 1))
-    return frozenset(cpus)
-
-
 def _memory(root: Path) -> tuple[int, int]:
     path = root / "proc/meminfo"
-    sizes = parse_meminfo(_text(path) or "")
+    sizes = parse_meminfo(sysfs.text(path) or "")
     total = sizes.get("MemTotal")
     if not total:
         raise DeviceUnusable(
@@ -100,7 +87,7 @@ def _memory(root: Path) -> tuple[int, int]:
 def _groups(root: Path, controller: str, kind: str) -> Iterator[Path]:
     """Folders of our control group and its parents; the mount point is the last. Empty controller: version 2."""
     mounts = _mounts(root, controller, kind)
-    for line in (_text(root / "proc/self/cgroup") or "").splitlines():
+    for line in (sysfs.text(root / "proc/self/cgroup") or "").splitlines():
         _, _, rest = line.partition(":")
         names, _, path = rest.partition(":")
         if (controller in names.split(",")) if controller else (names == ""):
@@ -119,7 +106,7 @@ def _groups(root: Path, controller: str, kind: str) -> Iterator[Path]:
 
 def _mounts(root: Path, controller: str, kind: str) -> list[tuple[str, str]]:
     found = []
-    for line in (_text(root / "proc/self/mountinfo") or "").splitlines():
+    for line in (sysfs.text(root / "proc/self/mountinfo") or "").splitlines():
         before, _, after = line.partition(" - ")
         fields, tail = before.split(), after.split()
         if len(fields) < 5 or len(tail) < 3 or tail[0] != kind:
@@ -131,9 +118,9 @@ def _mounts(root: Path, controller: str, kind: str) -> list[tuple[str, str]]:
 
 
 def _room(root: Path, limit_file: Path, used_file: Path, cache_name: str) -> list[MemoryRoom]:
-    limit, used = _number(limit_file), _number(used_file)
+    limit, used = sysfs.number(limit_file), sysfs.number(used_file)
     stat = dict(
-        line.split(" ", 1) for line in (_text(limit_file.parent / "memory.stat") or "").splitlines() if " " in line
+        line.split(" ", 1) for line in (sysfs.text(limit_file.parent / "memory.stat") or "").splitlines() if " " in line
     )
     sizes = {name: int(value) for name, value in stat.items() if value.strip().isdigit()}
     if limit is not None and "hierarchical_memory_limit" in sizes:
@@ -148,42 +135,20 @@ def _room(root: Path, limit_file: Path, used_file: Path, cache_name: str) -> lis
 
 def _cores(root: Path, cpus: frozenset[int]) -> int:
     """Physical cores among cpus (performance cores only, where there are two kinds), within the CPU quota; >= 1."""
-    fast = parse_cpu_list(_text(root / "sys/devices/cpu_core/cpus") or "")
+    fast = parse_list(sysfs.text(root / "sys/devices/cpu_core/cpus") or "")
     use = (cpus & fast) or cpus
-    cores = set()
-    for cpu in use:
-        folder = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
-        ids = tuple(_number(folder / name) for name in ("physical_package_id", "die_id", "core_id"))
-        cores.add(("cpu", cpu) if ids[0] is None or ids[2] is None else ids)
-    quota = min((q for q in _quotas(root)), default=float(len(cores)))
-    return max(1, min(len(cores), int(quota)))
+    cores = sysfs.physical_cores(root, use)
+    quota = min((q for q in _quotas(root)), default=float(cores))
+    return max(1, min(cores, int(quota)))
 
 
 def _quotas(root: Path) -> Iterator[float]:
     """CPUs' worth of time that each control group above us allows."""
     for group in _groups(root, "", "cgroup2"):
-        words = (_text(group / "cpu.max") or "").split()
+        words = (sysfs.text(group / "cpu.max") or "").split()
         if len(words) == 2 and words[0].isdigit() and words[1].isdigit() and int(words[1]):
             yield int(words[0]) / int(words[1])
     for group in _groups(root, "cpu", "cgroup"):
-        quota, period = _number(group / "cpu.cfs_quota_us"), _number(group / "cpu.cfs_period_us")
+        quota, period = sysfs.number(group / "cpu.cfs_quota_us"), sysfs.number(group / "cpu.cfs_period_us")
         if quota is not None and period and quota > 0:
             yield quota / period
-
-
-def _numa_nodes(root: Path) -> int:
-    folders = (root / "sys/devices/system/node").glob("node[0-9]*")
-    return max(1, sum(parse_meminfo(_text(f / "meminfo") or "").get("MemTotal", 0) > 0 for f in folders))
-
-
-def _text(path: Path) -> str | None:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
-
-
-def _number(path: Path) -> int | None:
-    """An integer file; None for a missing one and for `max`."""
-    text = (_text(path) or "").strip()
-    return int(text) if text.lstrip("-").isdigit() else None

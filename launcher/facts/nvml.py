@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from launcher.facts import numa
 from launcher.structs import GpuProcess
 
 # Bytes a second of one lane, after line coding, by PCIe generation.
@@ -22,6 +24,7 @@ class NvmlCard:
     index      NVML's own, only to show; identity is uuid or pci (lower case, `0000:01:00.0`)
     link_bps   what host-to-device copies can reach: the fastest generation at the width in use
     memory_bps peak of its own memory: clock, two transfers, bus width
+    numa_node  the node that its slot hangs on, None where the firmware does not say
     note       what could not be read and why, empty when all could
     """
 
@@ -39,13 +42,15 @@ class NvmlCard:
     memory_bps: float | None = None
     processes: tuple[GpuProcess, ...] = ()
     mig: bool = False
+    numa_node: int | None = None
     note: str = ""
 
 
-def nvml_cards(nvml: Any = None) -> tuple[NvmlCard, ...]:
+def nvml_cards(nvml: Any = None, root: Path = Path("/")) -> tuple[NvmlCard, ...]:
     """Every card in PCI order, its MIG slices in its place where it is cut up; empty without a driver.
 
     nvml  a module with pynvml's functions; None imports pynvml
+    root  where /sys hangs, which knows the NUMA node of a slot
     """
     if nvml is None:
         import pynvml
@@ -58,7 +63,7 @@ def nvml_cards(nvml: Any = None) -> tuple[NvmlCard, ...]:
     try:
         cards: list[NvmlCard] = []
         for index in range(_ask(nvml, nvml.nvmlDeviceGetCount, [], "count") or 0):
-            cards += _read(nvml, index)
+            cards += _read(nvml, index, root)
         return tuple(sorted(cards, key=lambda c: (c.pci or "~", c.index)))
     finally:
         _ask(nvml, nvml.nvmlShutdown, [], "shutdown")
@@ -92,7 +97,7 @@ def _ask(nvml: Any, what: Callable[..., Any], notes: list[str], name: str, *args
         return None
 
 
-def _read(nvml: Any, index: int) -> list[NvmlCard]:
+def _read(nvml: Any, index: int, root: Path) -> list[NvmlCard]:
     notes: list[str] = []
     handle = _ask(nvml, nvml.nvmlDeviceGetHandleByIndex, notes, "handle", index)
     if handle is None:
@@ -107,6 +112,7 @@ def _read(nvml: Any, index: int) -> list[NvmlCard]:
     shared: dict[str, Any] = {
         "index": index,
         "pci": _pci(pci),
+        "numa_node": numa.card_node(_pci(pci), root),
         "link_gen": _ask(nvml, nvml.nvmlDeviceGetCurrPcieLinkGeneration, quiet, "link", handle),
         "link_gen_max": gen_max,
         "link_width": width,

@@ -14,6 +14,7 @@ from launcher.structs.inventory import (
     GpuProcess,
     Host,
     Inventory,
+    NumaNode,
 )
 from launcher.structs.model import (
     ModelHeader,
@@ -31,6 +32,8 @@ from launcher.structs.plan import (
     LayerPlan,
     MeasuredCompute,
     ModelSummary,
+    NumaOption,
+    NumaPlan,
     Plan,
     Range,
     Refusal,
@@ -82,6 +85,9 @@ __all__ = [
     "ModelHeader",
     "ModelRef",
     "ModelSummary",
+    "NumaNode",
+    "NumaOption",
+    "NumaPlan",
     "PlacementPolicy",
     "Plan",
     "ProcessId",

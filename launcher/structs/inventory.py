@@ -24,6 +24,7 @@ class Device:
     shares_host   its memory is this host's memory (a CPU RPC server on loopback)
     context_bytes what one process holds there beyond all buffers, when measured on this rig
     link_bps      host to device, bytes a second; memory_bps its own memory
+    numa_node     the node whose memory is nearest to it, None when nobody says
     """
 
     name: str
@@ -40,19 +41,50 @@ class Device:
     link_bps: float | None = None
     memory_bps: float | None = None
     processes: tuple[GpuProcess, ...] = ()
+    numa_node: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NumaNode:
+    """One NUMA node with memory that this process may use.
+
+    index   the kernel's number; numbers may have gaps
+    cpus    CPUs there that we may run on (empty in a rig file); cores: physical ones, 0 for memory without CPUs
+    socket  the processor package, None when unknown: several nodes of one are sub-NUMA clusters
+    bps     measured triad, bytes a second, with the memory and the threads bound to this node
+    """
+
+    index: int
+    total_bytes: int
+    available_bytes: int
+    cores: int
+    cpus: tuple[int, ...] = ()
+    socket: int | None = None
+    bps: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """This machine's memory and cores. available_bytes is the least of MemAvailable and every cgroup above us."""
+    """This machine's memory and cores. available_bytes is the least of MemAvailable and every cgroup above us.
+
+    numa_nodes      nodes with memory that we may use, at least 1; nodes: what is known of each, empty when only the
+                    count is
+    interleave_bps  measured triad, bytes a second, with the pages interleaved over all nodes; distribute_bps with
+                    the threads distributed (`--numa distribute`) and no memory policy
+    numactl         path of numactl, None when it is not installed
+    """
 
     total_bytes: int
     available_bytes: int
-    limited_by: str  # 'MemAvailable' or the path of the cgroup file that binds
+    limited_by: str  # 'MemAvailable', or the path of the cgroup file (or the node list in /proc) that binds
     cores: int  # physical cores of the effective cpuset (and quota), at least 1
     numa_nodes: int = 1
     triad_bps: float | None = None
     wsl: bool = False
+    nodes: tuple[NumaNode, ...] = ()
+    interleave_bps: float | None = None
+    distribute_bps: float | None = None
+    numactl: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

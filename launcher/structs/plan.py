@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from launcher.structs.inventory import Device
+from launcher.structs.inventory import Device, NumaNode
 
 
 class Source(StrEnum):
@@ -23,9 +23,11 @@ class Settings:
     """Everything a person chose, from the slug and the command line: the planner's and argv's only knobs.
 
     n_ctx_per_stream None means the training context. cache_ram_bytes / checkpoints None mean `auto`.
-    tensor_split, when given, is kept, and so is the order of the devices with keep_order. n_gpu_layers is always
-    "all": the planner decides by bytes instead. drafter_device: None follows the target's split, "host", or a device's
-    name; drafter_layers: how many of its last slots lie on devices, None all; drafter_experts: "auto" or "host".
+    threads None means every core, or those of the NUMA nodes that are chosen. numa: auto, off, bind[:N],
+    interleave[:LIST], or a mode of the engine. tensor_split, when given, is kept, and so is the order of the devices
+    with keep_order. n_gpu_layers is always "all": the planner decides by bytes instead. drafter_device: None follows
+    the target's split, "host", or a device's name; drafter_layers: how many of its last slots lie on devices, None all;
+    drafter_experts: "auto" or "host".
     """
 
     n_ctx_per_stream: int | None = None
@@ -132,13 +134,67 @@ class DevicePlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NumaOption:
+    """One way to place host memory on NUMA nodes.
+
+    mode   bind, interleave: a memory policy over `nodes` (empty: all, where only their count is known); distribute,
+           isolate, numactl, off: none, any node may hold a page
+    cores  physical cores of these nodes; available_bytes: what a server can have of their memory; fits: the host sum
+    bps    measured triad, bytes a second, None when that was not measured
+    """
+
+    mode: str
+    nodes: tuple[int, ...]
+    available_bytes: int
+    fits: bool
+    cores: int
+    bps: float | None = None
+
+    @property
+    def label(self) -> str:
+        """As `--numa` takes it: `bind:0`, `interleave:0,1`, `distribute`."""
+        return f"{self.mode}:{','.join(map(str, self.nodes))}" if self.nodes else self.mode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NumaPlan:
+    """The NUMA nodes of a machine with more than one.
+
+    nodes        what is known of each, empty where only their count is
+    summary      the choice, why, and the alternatives with their GB/s, on one line
+    policy       the words of numactl that place memory and threads, empty: no policy of ours
+    engine_mode  the value of the engine's --numa, None: not written
+    numactl      its path, None when it is not installed
+    """
+
+    chosen: NumaOption
+    why: str
+    alternatives: tuple[NumaOption, ...]
+    policy: tuple[str, ...]
+    engine_mode: str | None
+    numactl: str | None
+    threads: int
+    nodes: tuple[NumaNode, ...]
+    summary: str
+
+    @property
+    def where(self) -> str:
+        """`bind:0` where a memory policy decides what can be reached, else empty."""
+        return self.chosen.label if self.policy else ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HostPlan:
-    """Host memory: `terms` has every name of HOST_TERMS; layers are those whose experts (or all) lie in host memory."""
+    """Host memory: `terms` has every name of HOST_TERMS; layers are those whose experts (or all) lie in host memory.
+
+    numa  None on a machine with one node; else available_bytes is what its choice can reach
+    """
 
     terms: Mapping[str, int]
     source: Mapping[str, Source]
     available_bytes: int
     layers: tuple[int, ...]
+    numa: NumaPlan | None = None
 
     @property
     def required_bytes(self) -> int:

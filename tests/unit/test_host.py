@@ -167,8 +167,8 @@ def test_no_proc_is_a_refusal(tmp_path: Path) -> None:
 
 
 def test_cpu_lists() -> None:
-    assert host.parse_cpu_list("0-3,8,10-11\n") == {0, 1, 2, 3, 8, 10, 11}
-    assert host.parse_cpu_list("") == frozenset()
+    assert host.parse_list("0-3,8,10-11\n") == {0, 1, 2, 3, 8, 10, 11}
+    assert host.parse_list("") == frozenset()
 
 
 def test_this_machine() -> None:
