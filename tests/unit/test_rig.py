@@ -71,6 +71,52 @@ def test_what_may_be_left_out(tmp_path: Path) -> None:
     assert (inventory.host.triad_bps, inventory.host.numa_nodes) == (None, 1)
 
 
+NODES = """schema: 1
+devices: [{name: CUDA0, total: 24GiB, numa_node: 1}]
+host:
+  total: 256GiB
+  cores: 64
+  triad_gbps: 300
+  interleave_gbps: 210
+  numa_nodes:
+    - {node: 2, total: 128GiB, available: 120GiB, cores: 32, socket: 1, bind_gbps: 150}
+    - {node: 0, total: 128GiB, cores: 32, socket: 0}
+"""
+
+
+def test_nodes_with_their_memory(tmp_path: Path) -> None:
+    inventory = load_rig(write(tmp_path, NODES))
+    host = inventory.host
+    assert inventory.devices[0].numa_node == 1
+    assert (host.numa_nodes, host.available_bytes) == (2, 248 * GIB)  # what the nodes have, not all of the total
+    assert [(n.index, n.available_bytes // GIB, n.cores, n.socket, n.bps) for n in host.nodes] == [
+        (0, 128, 32, 0, None), (2, 120, 32, 1, 150e9),
+    ]  # fmt: skip
+    assert (host.interleave_bps, host.distribute_bps) == (210e9, None)
+
+
+def test_a_count_of_nodes_says_nothing_about_their_memory(tmp_path: Path) -> None:
+    text = "schema: 1\ndevices: []\nhost: {total: 64GiB, cores: 8, numa_nodes: 2}\n"
+    host = load_rig(write(tmp_path, text)).host
+    assert (host.numa_nodes, host.nodes, host.available_bytes) == (2, (), 64 * GIB)
+
+
+def test_what_is_wrong_with_nodes(tmp_path: Path) -> None:
+    text = NODES.replace("node: 0,", "node: 2,").replace("available: 120GiB", "available: 129GiB, core: 1")
+    found = "\n".join(problems(tmp_path, text.replace("cores: 32, socket: 0", "socket: 0")))
+    assert "host.numa_nodes[1].node: node 2 is given twice" in found
+    assert "host.numa_nodes[0].available: more than total" in found
+    assert "unknown key 'core', did you mean 'cores'?" in found
+    assert "missing key 'host.numa_nodes[1].cores'" in found
+    more = problems(tmp_path, NODES.replace("total: 256GiB", "total: 255GiB\n  available: 250GiB"))
+    assert [line.partition("host.")[2] for line in more] == [
+        "available: more than the 248.0 GiB that its nodes have available",
+        "numa_nodes: 256.0 GiB in all, more than host.total, 255.0 GiB",
+    ]
+    empty = problems(tmp_path, "schema: 1\ndevices: []\nhost: {total: 64GiB, cores: 8, numa_nodes: []}\n")
+    assert "host.numa_nodes: an empty list" in empty[0]
+
+
 def test_an_rpc_device_has_its_endpoint(tmp_path: Path) -> None:
     text = 'schema: 1\ndevices: [{name: RPC1, buffer_type: "RPC0[10.0.0.5:50052]", total: 8GiB}]\n'
     (device,) = load_rig(write(tmp_path, text + "host: {total: 1GiB, cores: 1}\n")).devices
