@@ -175,7 +175,12 @@ _OVERRIDES: dict[str, tuple[Any, tuple[str, ...], str | None, str]] = {
     "mmproj": (str, ("--mmproj", "-mm"), "FILE|off", "Projector of a model that sees or hears."),
     "load_mode": (str, ("--load-mode", "-lm"), "none|mmap|...", "How the file is read."),
     "threads": (int, ("--threads", "-t"), "N", "CPU threads."),
-    "numa": (str, ("--numa",), "MODE", "NUMA mode of the engine."),
+    "numa": (
+        str,
+        ("--numa",),
+        "MODE",
+        "auto, off, bind[:NODE], interleave[:NODES], or the engine's distribute, isolate, numactl.",
+    ),
     "host": (str, ("--host",), "ADDRESS", "Address to listen on."),
     "port": (int, ("--port",), "N", "Port to listen on."),
 }

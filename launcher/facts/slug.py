@@ -234,7 +234,7 @@ def _serve(r: Reader | None) -> ServeSettings:
         type_v=r.get("type_v", kv, d.type_v),
         threads=r.get("threads", or_none("auto", integer(1, 1024)), d.threads),
         load_mode=r.get("load_mode", one_of(*slug_values.LOAD_MODES), d.load_mode),
-        numa=r.get("numa", one_of(*slug_values.NUMA_MODES), d.numa),
+        numa=r.get("numa", slug_values.numa, d.numa),
         cache_ram_bytes=r.get("cache_ram", or_none("auto", size), d.cache_ram_bytes),
         checkpoints=r.get("checkpoints", or_none("auto", integer(0, 1024)), d.checkpoints),
     )

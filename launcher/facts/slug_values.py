@@ -16,7 +16,7 @@ from launcher.facts.yaml_reader import integer, one_of
 from launcher.structs import Status
 
 LOAD_MODES = ("auto", "none", "mmap", "mlock", "mmap+mlock", "dio")
-NUMA_MODES = ("auto", "off", "distribute", "isolate", "numactl")
+NUMA_MODES = ("auto", "off", "bind", "interleave", "distribute", "isolate", "numactl")
 # The engine's --spec-type values that read a draft model (b11434 `common/speculative.cpp`); the ngram-* ones read none.
 DRAFTER_TYPES = ("draft-simple", "draft-eagle3", "draft-mtp", "draft-dflash", "draft-dspark")
 _NGRAM_TYPES = ("ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache")
@@ -144,6 +144,18 @@ def tokens(value: str) -> int:
         msg = f"{value} tokens is not from 1 to {_MOST_TOKENS:,}"
         raise ValueError(msg)
     return n
+
+
+def numa(value: str) -> str:
+    """A NUMA mode; `bind:1` names the node, `interleave:0,2-3` the nodes."""
+    mode, colon, nodes = value.partition(":")
+    if not colon or mode not in ("bind", "interleave"):
+        return one_of(*NUMA_MODES)(value)
+    if not re.fullmatch(r"\d{1,4}" if mode == "bind" else r"\d{1,4}(-\d{1,4})?(,\d{1,4}(-\d{1,4})?)*", nodes):
+        what = "one node, as in bind:0" if mode == "bind" else "nodes, as in interleave:0,1 or interleave:0-3"
+        msg = f"expected {what}, found {value!r}"
+        raise ValueError(msg)
+    return value
 
 
 def layers(value: str) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ compute  the compute bound per backend class
 drafter  where a draft model lies and what it takes there
 budget   every byte term of one device for a range of slots
 host     the host sum
+numa     which NUMA nodes hold the host sum
 place    the choice: split points and resident bundles
 order    the order of the devices, one search each
 rules    placement -> ordered -ot rules; resolve(rules, tensors) as the inverse
@@ -18,7 +19,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from launcher.errors import DeviceUnusable, UsageError
-from launcher.planner import budget, host, order, rules, speed
+from launcher.planner import budget, host, numa, order, rules, speed
 from launcher.planner import drafter as drafting
 from launcher.planner.budget import Problem
 from launcher.planner.place import Choice
@@ -70,7 +71,7 @@ def make_plan(
     """
     shape = model_shape(header, mtp=settings.drafter_type == "draft-mtp")
     draft = model_shape(drafter) if drafter else None
-    wanted = _resolved(settings, shape, inventory.host)
+    wanted = _resolved(settings, shape)
     devices, warnings = _usable(inventory.devices, wanted)
     problem = Problem(
         shape=shape,
@@ -102,21 +103,25 @@ def make_plan(
         rules=rules.build([(d.device.buffer_type, d.resident_layers) for d in device_plans], any_host=bool(host_layers))
         if device_plans and problem.moe_layers
         else (),
-        speed=_speed(problem, device_plans, host_layers, inventory.host),
+        speed=_speed(
+            problem,
+            device_plans,
+            host_layers,
+            replace(inventory.host, triad_bps=numa.bandwidth_bps(inventory.host, host_plan.numa)),
+        ),
         refusal=_refusal(device_plans, host_plan),
         warnings=(*inventory.warnings, *header.warnings, *shape.warnings, *warnings, *notes, *left_out),
     )
 
 
-def _resolved(s: Settings, shape: ModelShape, machine: Host) -> Settings:
+def _resolved(s: Settings, shape: ModelShape) -> Settings:
     n_ctx = s.n_ctx_per_stream if s.n_ctx_per_stream is not None else shape.n_ctx_train
     if n_ctx <= 0:
         raise UsageError(
             "ctx-unknown", "the file names no training context and none was asked for", fix="add --ctx 32k"
         )
-    threads = s.threads if s.threads is not None else machine.cores
     depth = s.draft_n_max if s.drafter_type else 0
-    return replace(s, n_ctx_per_stream=n_ctx, threads=threads, draft_n_max=depth)
+    return replace(s, n_ctx_per_stream=n_ctx, draft_n_max=depth)
 
 
 def _usable(devices: tuple[Device, ...], s: Settings) -> tuple[tuple[Device, ...], list[str]]:
@@ -264,21 +269,38 @@ def _layers(p: Problem, devices: tuple[DevicePlan, ...]) -> tuple[LayerPlan, ...
 def _host_plan(
     p: Problem, host_layers: tuple[int, ...], devices: tuple[DevicePlan, ...], machine: Host, s: Settings
 ) -> tuple[HostPlan, Settings]:
-    """The gate is the least that can run; what is spare then goes to prompt cache and checkpoints."""
+    """The gate is the least that can run, on the NUMA nodes that hold it; what is spare then goes to prompt cache and
+    checkpoints."""
     # a CPU RPC server on this machine takes its buffers out of the very same memory
     shared = sum(d.used_bytes for d in devices if d.device.shares_host)
     available = max(0, machine.available_bytes - shared)
     resident = any(d.resident_layers for d in devices)
     lean = host.least(s, p.shape, p.n_rs)
-    required = sum(host.host_terms(p, host_layers, resident, lean).values())
+    least = host.host_terms(p, host_layers, resident, lean)
+    required = sum(least.values())
+    nodes = numa.choose(
+        machine,
+        numa.Demand(
+            required_bytes=required,
+            taken_bytes=shared,
+            reads_weights=any(least[term] for term in ("experts", "dense", "output")),
+            first=(devices[0].device.name, devices[0].device.numa_node) if devices else ("", None),
+            threads=s.threads,
+        ),
+        s.numa,
+    )
+    if nodes is not None:
+        available = nodes.chosen.available_bytes
     final = host.generous(s, p.shape, p.n_rs, available - required) if required <= available else lean
     plan = HostPlan(
         terms=host.host_terms(p, host_layers, resident, final),
         source=host.sources(p, s),
         available_bytes=available,
         layers=host_layers if devices else tuple(range(p.shape.n_layer)),
+        numa=nodes,
     )
-    return plan, final
+    threads = nodes.threads if nodes is not None else s.threads if s.threads is not None else machine.cores
+    return plan, replace(final, threads=threads)
 
 
 def _speed(p: Problem, devices: tuple[DevicePlan, ...], host_layers: tuple[int, ...], machine: Host) -> Speed:

@@ -10,8 +10,8 @@ from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from launcher.errors import UsageError
-from launcher.facts.slug_values import NUMA_MODES, layers
-from launcher.structs import Device, Host, ModelHeader, PlacementPolicy, ServeSettings, Settings, Slug
+from launcher.facts.slug_values import NUMA_MODES, layers, numa
+from launcher.structs import Device, ModelHeader, PlacementPolicy, ServeSettings, Settings, Slug
 from launcher.units import KV_TYPES, parse_size, parse_tokens
 
 LOAD_MODES = ("none", "mmap", "mlock", "mmap+mlock", "dio", "auto")
@@ -51,8 +51,8 @@ def invalid(option: str, problem: str, fix: str) -> UsageError:
     return UsageError("override-invalid", f"{option}: {problem}", fix=fix)
 
 
-def settings(slug: Slug | None, given: Mapping[str, Any], host: Host) -> Settings:
-    """The slug's settings with the given options on top; threads resolved, the drafter's part left to `drafter`.
+def settings(slug: Slug | None, given: Mapping[str, Any]) -> Settings:
+    """The slug's settings with the given options on top; the drafter's part is left to `with_drafter`.
 
     Raises UsageError (override-invalid).
     """
@@ -77,8 +77,8 @@ def settings(slug: Slug | None, given: Mapping[str, Any], host: Host) -> Setting
         type_v=type_v,
         flash_attn=_one_of(given, "flash_attn", "--flash-attn", ("on", "off", "auto")) or serve.flash_attn,
         load_mode=_one_of(given, "load_mode", "--load-mode", LOAD_MODES) or serve.load_mode,
-        threads=_positive(given, "threads", "--threads") or serve.threads or host.cores,
-        numa=_one_of(given, "numa", "--numa", NUMA_MODES) or serve.numa,
+        threads=_positive(given, "threads", "--threads") or serve.threads,
+        numa=_numa(given) or serve.numa,
         cache_ram_bytes=serve.cache_ram_bytes,
         checkpoints=serve.checkpoints,
         drafter_device=slug.drafter.device if slug and slug.drafter else None,
@@ -282,6 +282,15 @@ def _one_of(given: Mapping[str, Any], key: str, option: str, words: tuple[str, .
     if word not in words:
         raise invalid(option, f"{given[key]!r} is not known", f"{option} {' | '.join(words)}")
     return word
+
+
+def _numa(given: Mapping[str, Any]) -> str | None:
+    if "numa" not in given:
+        return None
+    try:
+        return numa(str(given["numa"]).lower())
+    except ValueError as error:
+        raise invalid("--numa", str(error), f"--numa {' | '.join(NUMA_MODES)}") from error
 
 
 def _size(given: Mapping[str, Any], key: str, option: str) -> int:

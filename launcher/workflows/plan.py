@@ -125,7 +125,7 @@ def survey(
 def gather(target: Target, given: Mapping[str, Any], found: World) -> Inputs:
     """Read the headers and settle the settings. Raises ModelUnreadable, UsageError."""
     header = targets.header_of(target)
-    settings = overrides.settings(target.slug, given, found.inventory.host)
+    settings = overrides.settings(target.slug, given)
     settings = overrides.with_pins(settings, target.pins, given, found.inventory.devices)
     overrides.check_cache(settings, header)
     drafter, kind, depth = _drafter(target, given)

@@ -78,6 +78,9 @@ def _changes(s: Settings, plan: Plan) -> Iterator[_Change]:
     drafts = bool(s.drafter_type and s.draft_n_max)
     lean = replace(s, drafter_type=None, draft_n_max=0) if drafts else s
     off, also = ("--drafter off ", _DRAFTER) if drafts else ("", frozenset[str]())
+    if plan.host.numa is not None and plan.host.numa.policy and s.numa not in ("auto", "interleave"):
+        # a part of the nodes was named: all of them hold more
+        yield _Change(text="--numa interleave", settings=replace(s, numa="interleave"), replaced=frozenset({"numa"}))
     if s.residency == "none" and plan.devices:
         yield _Change(text="--residency auto", settings=replace(s, residency="auto"), replaced=frozenset({"residency"}))
     if drafts:
@@ -129,7 +132,7 @@ def _other_slugs(inputs: Inputs) -> Iterator[WayOut]:
             header = gguf_header.read_header(find.find_model(other.model))
             ref = targets.drafter_ref(other)
             draft = gguf_header.read_header(find.find_model(ref)) if ref else None
-            settings = overrides.settings(other, {}, inputs.inventory.host)
+            settings = overrides.settings(other, {})
             kind, depth = (other.drafter.type, other.drafter.n_max) if other.drafter else (None, 0)
             settings = overrides.with_drafter(settings, kind, depth, {})
             plan = replace(inputs, header=header, drafter=draft, settings=settings).plan()

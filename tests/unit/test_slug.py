@@ -270,6 +270,8 @@ def test_missing_keys(tmp_path: Path) -> None:
         ("serve: {kv_unified: maybe}\n", "serve.kv_unified: expected true or false, found 'maybe'"),
         ("serve: {load_mode: no-mmap}\n", "serve.load_mode: 'no-mmap' is not one of auto, none, mmap"),
         ("serve: {numa: distributed}\n", "did you mean 'distribute'?"),
+        ("serve: {numa: 'bind:0,1'}\n", "expected one node, as in bind:0"),
+        ("serve: {numa: 'interleave:a'}\n", "expected nodes, as in interleave:0,1"),
         ("serve: {host: 'a b'}\n", "expected an address or a host name"),
         ("serve: {ctx: 32k}\n", "5:9: unknown key 'ctx': the context is n_ctx"),
         ("n_ctx: 32k\n", "5:1: unknown key 'n_ctx': it belongs below serve"),

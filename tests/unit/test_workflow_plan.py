@@ -279,10 +279,8 @@ def test_kind_of_a_draft_model_nobody_described() -> None:
     assert target.drafter_type(builders.header(arch="llama")) == "draft-simple"
 
 
-def test_settings_of_a_bare_file_are_the_defaults_with_this_hosts_cores() -> None:
-    host = models.rig(ram_gib=64).host
-    found = overrides.settings(None, {}, host)
-    assert found == replace(Settings(), threads=host.cores)
+def test_settings_of_a_bare_file_are_the_defaults() -> None:
+    assert overrides.settings(None, {}) == Settings()
 
 
 def test_devices_in_the_order_asked_for() -> None:
