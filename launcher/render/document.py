@@ -19,6 +19,8 @@ from launcher.structs import (
     Engine,
     Gate,
     Launch,
+    NumaOption,
+    NumaPlan,
     Plan,
     Range,
     Refusal,
@@ -81,11 +83,29 @@ def plan_document(plan: Plan, launch: Launch | None = None, tradeoffs: Sequence[
         "fits": plan.fits,
         "warnings": list(plan.warnings),
     }
+    if plan.host.numa is not None:
+        doc["host"]["numa"] = _numa(plan.host.numa, plan)
     if plan.refusal is not None:
         doc["refusal"] = _refusal(plan.refusal)
     if tradeoffs is not None:
         doc["tradeoffs"] = [_tradeoff(row) for row in tradeoffs]
     return doc
+
+
+def _numa(nodes: NumaPlan, plan: Plan) -> dict[str, Any]:
+    return {
+        "chosen": _numa_option(nodes.chosen),
+        "why": nodes.why,
+        "alternatives": [_numa_option(o) for o in nodes.alternatives],
+        "policy": list(nodes.policy),
+        "engine_mode": nodes.engine_mode,
+        "nodes": [_plain(node) for node in nodes.nodes],
+        "device_nodes": {d.device.name: d.device.numa_node for d in plan.devices},
+    }
+
+
+def _numa_option(o: NumaOption) -> dict[str, Any]:
+    return {"numa": o.label, **_plain(o)}
 
 
 def _tradeoff(row: Row) -> dict[str, Any]:

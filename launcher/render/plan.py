@@ -76,6 +76,8 @@ def screen(
         yield from out.fold(placement(plan))
         yield ""
     yield from host_table(plan)
+    if plan.host.numa is not None:
+        yield from out.fold(f"{'NUMA':<11}{plan.host.numa.summary}")
     if (reason := why(plan)) is not None:
         yield ""
         yield from out.fold(reason)
@@ -120,10 +122,11 @@ def verdict(plan: Plan) -> Text:
             if not over
             else f"       (also over: {', '.join(over)})"
         )
+        on_nodes = f" ({host.numa.where})" if host.numa is not None and host.numa.where else ""
         return out.line(
             ("NO", "no"),
             f"  host RAM is short by {human(r.short_bytes)} on this rig: "
-            f"needs {gib(r.needed_bytes)} GiB, has {gib(r.available_bytes)}{rest}",
+            f"needs {gib(r.needed_bytes)} GiB, has {gib(r.available_bytes)}{on_nodes}{rest}",
         )
     return out.line(
         ("NO", "no"),

@@ -16,6 +16,7 @@ from pathlib import Path, PurePath
 from launcher.errors import DeviceUnusable, SlugInvalid
 from launcher.facts.slug_values import extra_arg
 from launcher.planner.rules import CATCH_ALL
+from launcher.serve import numa
 from launcher.structs import Engine, Launch, Plan, Slug
 from launcher.units import MIB
 
@@ -181,11 +182,11 @@ def lacks(engine: Engine, abilities: tuple[str, ...]) -> DeviceUnusable:
 
 
 def dry_run_argv(launch: Launch, port: int) -> tuple[str, ...]:
-    """The same command line for the engine's no-allocation pass: `--fit on`, `--log-jsonl`, loopback, `port`.
+    """The engine's own command line for its no-allocation pass: `--fit on`, `--log-jsonl`, loopback, `port`.
 
     The engine binds its port before it measures, so a free one must stand in for the real one.
     """
-    argv = list(launch.argv)
+    argv = list(numa.split_policy(launch.argv)[1])  # nothing is allocated: no memory to place
     for key, value in (("fit", "on"), ("host", "127.0.0.1"), ("port", str(port))):
         at = next((i for i, word in enumerate(argv) if word in SPELLINGS[key]), None)
         if at is not None:
@@ -223,14 +224,18 @@ def environment(
 def parse_back(argv: tuple[str, ...]) -> dict[str, object]:
     """What a command line of ours says, by the keys of SPELLINGS, SWITCHES and SAMPLING; numbers are numbers.
 
-    `devices`, `rpc` and `tensor_split` are tuples; `rules` is the `-ot` value as (pattern, buffer type) pairs.
+    `devices`, `rpc`, `tensor_split` and `numa_policy` (numactl's words) are tuples.
+    `rules` is the `-ot` value as (pattern, buffer type) pairs.
     The last value wins, as in the engine. Words of `extra_args` that we do not know are under `extra`.
     """
     by_word = {s: (k, True) for table in (SPELLINGS, SAMPLING) for k, names in table.items() for s in names}
     by_word |= {s: (k, False) for k, names in SWITCHES.items() for s in names}
-    out: dict[str, object] = {"engine": argv[0]}
+    policy, own = numa.split_policy(argv)
+    out: dict[str, object] = {"engine": own[0]}
+    if policy:
+        out["numa_policy"] = policy[1:]
     extra: list[str] = []
-    words = iter(argv[1:])
+    words = iter(own[1:])
     for word in words:
         key, takes_value = by_word.get(word, ("", False))
         if not key:
@@ -281,7 +286,7 @@ def _assemble(
     if unresolved:
         msg = f"the plan of {plan.target} is not resolved: {', '.join(unresolved)}"
         raise ValueError(msg)
-    line = _Line(engine, [engine.path if engine else "llama-server"])
+    line = _Line(engine, [*numa.prefix(plan), engine.path if engine else "llama-server"])
     # Before -dev and -ot: the names of RPC devices exist only once --rpc was read.
     endpoints = tuple(dict.fromkeys(d.device.endpoint for d in plan.devices if d.device.endpoint))
     if endpoints:
@@ -310,8 +315,7 @@ def _assemble(
     line.need("type_k", s.type_k)
     line.need("type_v", s.type_v)
     _load_mode(line, s.load_mode)
-    if s.numa not in ("auto", "off", "none"):
-        line.need("numa", s.numa)
+    _numa(line, plan)
     no_store = "an engine without it has no such store in host memory"
     line.want(SPELLINGS["cache_ram"], no_store, str(round((s.cache_ram_bytes or 0) / MIB)))
     line.want(SPELLINGS["checkpoints"], no_store, str(s.checkpoints))
@@ -325,6 +329,16 @@ def _assemble(
     _drafter(line, plan)
     _slug_flags(line, slug, mmproj)
     return line
+
+
+def _numa(line: _Line, plan: Plan) -> None:
+    asked, nodes = plan.settings.numa, plan.host.numa
+    # On one node the engine's own words are passed on, and ours have nothing to place.
+    mode = nodes.engine_mode if nodes is not None else asked if asked in numa.ENGINE_MODES else None
+    if mode is not None and mode == asked:
+        line.need("numa", mode)
+    elif mode is not None:
+        line.want(SPELLINGS["numa"], "threads inherit the cores that numactl leaves them", mode)
 
 
 def _load_mode(line: _Line, mode: str) -> None:

@@ -21,7 +21,7 @@ from launcher.errors import LauncherError, Refused
 from launcher.facts import rpc
 from launcher.facts.paths import state_dir
 from launcher.serve import argv as command_line
-from launcher.serve import ports, state
+from launcher.serve import numa, ports, state
 from launcher.structs import (
     DevicePlan,
     Engine,
@@ -112,6 +112,7 @@ def gates(
         found.append(_of_error(plan_error))
     if plan is not None:
         found += fit(plan)
+        found += numa.gates(plan)
         if header is not None:
             found.append(_rules(plan, header))
         if plan.refusal and all(g.ok for g in found):
@@ -250,12 +251,12 @@ def _host(plan: Plan) -> Gate:
     host = plan.host
     if not host.short_bytes:
         spare = gib(host.available_bytes - host.required_bytes)
-        detail = f"{gib(host.required_bytes)} of {gib(host.available_bytes)} GiB, {spare} spare"
+        detail = f"{gib(host.required_bytes)} of {gib(host.available_bytes)} GiB{numa.on_nodes(host)}, {spare} spare"
         return Gate(name="host-ram", ok=True, detail=f"RAM {detail}", context=_host_sum(host))
     return Gate(
         name="host-ram-short",
         ok=False,
-        detail=f"needs {gib(host.required_bytes)} GiB of RAM, has {gib(host.available_bytes)}, "
+        detail=f"needs {gib(host.required_bytes)} GiB of RAM, has {gib(host.available_bytes)}{numa.on_nodes(host)}, "
         f"short {gib(host.short_bytes)}",
         context=_host_sum(host),
         fix=way_out(plan),
@@ -388,14 +389,6 @@ def _notes(
             note=True,
             detail="WSL lets about half of the RAM be page-locked; the load may fail with `CUDA out of memory`",
             fix="--load-mode mmap, or raise memory= in .wslconfig",
-        )
-    if inventory.host.numa_nodes > 1 and plan.settings.numa in ("auto", "off") and plan.host.terms["experts"]:
-        yield Gate(
-            name="numa",
-            ok=True,
-            note=True,
-            detail=f"{inventory.host.numa_nodes} NUMA nodes: experts land where they are first touched",
-            fix="try --numa distribute and compare",
         )
 
 

@@ -19,7 +19,7 @@ from launcher.facts import dry_run_cache, gguf_header
 from launcher.facts import engine as engine_facts
 from launcher.measure import learned, verify
 from launcher.planner import rules
-from launcher.serve import argv, ports, preflight, state
+from launcher.serve import argv, numa, ports, preflight, state
 from launcher.structs import (
     Engine,
     Inventory,
@@ -273,7 +273,9 @@ def _dry_run(planned: Planned) -> tuple[MeasuredCompute | None, str]:
         return None, inputs.no_dry_run
     headers = (inputs.header, inputs.drafter)
     digests = {h.path: h.digest for h in headers if h is not None}
-    name = dry_run_cache.key(engine.digest, launch.argv, digests, (d.device for d in planned.plan.devices))
+    name = dry_run_cache.key(
+        engine.digest, numa.split_policy(launch.argv)[1], digests, (d.device for d in planned.plan.devices)
+    )
     done = dry_run_cache.load(name)
     if done is None:
         if inputs.no_dry_run:

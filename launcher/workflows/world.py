@@ -14,6 +14,7 @@ from launcher.facts import engine as engine_facts
 from launcher.facts import host as host_facts
 from launcher.facts import rig as rig_facts
 from launcher.measure import learned
+from launcher.serve import numa
 from launcher.structs import Device, Engine, Host, Inventory, RunRecord, Slug
 from launcher.workflows import overrides
 
@@ -68,7 +69,7 @@ def here(engine: Engine | None, slug: Slug | None, given: Mapping[str, Any], gon
     asked = slug.rpc.hosts if slug and slug.rpc and not spawned else ()
     found, warnings = device_facts.read_devices(engine, env=os.environ, rpc_hosts=asked, busy_endpoints=busy)
     tight = [d.name for d in found if d.backend == "cuda" and d.processes and (d.free_bytes or 0) < _DRY_RUN_BYTES]
-    host = replace(host, available_bytes=min(host.total_bytes, host.available_bytes + _host_bytes(leaving)))
+    host = without(host, [(_host_bytes(record), record.argv) for record in leaving])
     found = tuple(_credited(d, {p.pid for r in leaving for p in _processes(r)}) for d in found)
     if slug is not None and slug.rpc is not None:
         found = tuple(_capped(d, slug.rpc.memory_bytes) if d.endpoint in asked else d for d in found)
@@ -85,6 +86,23 @@ def here(engine: Engine | None, slug: Slug | None, given: Mapping[str, Any], gon
     return World(
         inventory=Inventory(devices=chosen, host=host, engine=engine, warnings=warnings), no_dry_run=no_dry_run
     )
+
+
+def without(host: Host, held: Iterable[tuple[int, tuple[str, ...]]]) -> Host:
+    """The host once servers are gone that hold so many bytes, each started by that command line.
+
+    Their memory policy says which nodes get them back, in equal parts; without one, nodes by what is taken there.
+    """
+    available, nodes = host.available_bytes, list(host.nodes)
+    for n_bytes, words in held:
+        available += n_bytes
+        named = numa.policy_nodes(words)
+        weights = [(n.index in named) if named else n.total_bytes - n.available_bytes for n in nodes]
+        nodes = [
+            replace(n, available_bytes=min(n.total_bytes, n.available_bytes + n_bytes * w // max(1, sum(weights))))
+            for n, w in zip(nodes, weights, strict=True)
+        ]
+    return replace(host, available_bytes=min(host.total_bytes, available), nodes=tuple(nodes))
 
 
 def host_only(engine: Engine | None) -> World:
@@ -142,19 +160,18 @@ def _processes(record: RunRecord) -> tuple[Any, ...]:
     return tuple(p for p in (record.server, *record.rpc_servers) if p is not None)
 
 
-def _host_bytes(records: Iterable[RunRecord]) -> int:
-    """Memory that these servers give back when they end: what is theirs alone, not pages of files."""
+def _host_bytes(record: RunRecord) -> int:
+    """Memory that a server gives back when it ends: what is its alone, not pages of files."""
     import psutil
 
     from launcher.serve import state
 
     total = 0
-    for record in records:
-        for process in _processes(record):
-            found = state.proc(process)
-            try:
-                info = found.memory_info() if found else None
-            except psutil.Error:
-                continue
-            total += max(0, info.rss - info.shared) if info else 0
+    for process in _processes(record):
+        found = state.proc(process)
+        try:
+            info = found.memory_info() if found else None
+        except psutil.Error:
+            continue
+        total += max(0, info.rss - info.shared) if info else 0
     return total
