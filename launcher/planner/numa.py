@@ -5,7 +5,7 @@ i modulo n; on the node of the main thread; on the cores that numactl left). Mem
 and with `--load-mode none` one thread reads every tensor: all of it can land on one node. So memory is placed by a
 policy of the process, which numactl sets before the engine starts: `--membind` (strict: no page elsewhere) or
 `--interleave` (page by page in turn, spilling over when a node is full). Pinned buffers of CUDA obey it: the driver
-maps them as shared memory of the process (an H200, driver and kernel of 2025: numa_maps shows the policy on them).
+maps them as shared memory of the process (seen on an H200: their line in numa_maps carries the policy).
 
     bind        the sum fits one node; threads on that node's cores. No access crosses the sockets
     interleave  else: the bandwidth of all nodes, at the price of crossings

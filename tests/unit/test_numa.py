@@ -109,6 +109,8 @@ def test_the_largest_measured_bandwidth_of_what_fits_wins() -> None:
     assert choose(replace(measured, distribute_bps=300e9), 90).chosen.label == "distribute"
     cluster = machine(*(node(i, socket=0, bps=80e9) for i in range(4)), interleave_bps=70e9)
     assert choose(cluster, 20).chosen.label == "bind:0"
+    # Clusters of a socket are interleaved unless told otherwise: here the tie goes to the bind all the same.
+    assert choose(replace(cluster, interleave_bps=80e9), 20).chosen.label == "bind:0"
 
 
 def test_nothing_read_from_host_memory_needs_no_policy() -> None:
