@@ -75,9 +75,12 @@ class Client:
         reply.raise_for_status()
         return dict(reply.json())
 
-    def complete(self, prompt: str, *, timeout_s: float | None = None, **options: Any) -> dict[str, Any]:
-        """/completion, the server's own form, with `timings`; `options` go into the body."""
-        reply = self._http.post("/completion", json={"prompt": prompt, **options}, timeout=timeout_s)
+    def complete(
+        self, prompt: str | Sequence[int], *, timeout_s: float | None = None, **options: Any
+    ) -> dict[str, Any]:
+        """/completion, the server's own form, with `timings`: text or token ids; `options` go into the body."""
+        body = {"prompt": prompt if isinstance(prompt, str) else list(prompt), **options}
+        reply = self._http.post("/completion", json=body, timeout=timeout_s)
         reply.raise_for_status()
         return dict(reply.json())
 

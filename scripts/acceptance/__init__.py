@@ -1,0 +1,1 @@
+"""Pieces of gpu_acceptance.py."""
