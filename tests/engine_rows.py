@@ -19,7 +19,7 @@ from launcher.units import MIB
 from tests.models import SPECS, replica_header
 from tests.replicas.make_replica import load_spec
 
-DRAFTER = "dspark-DeepSeek-V4-Flash-0731-Q8_0"  # of every row with `draft`
+DRAFTER = "dspark-DeepSeek-V4-Flash-0731-Q8_0"
 ROWS = Path(__file__).parent / "golden" / "engine_rows.jsonl"
 
 
@@ -27,6 +27,13 @@ ROWS = Path(__file__).parent / "golden" / "engine_rows.jsonl"
 def shapes() -> dict[str, ModelShape]:
     """Every replica's shape by model name."""
     return {load_spec(str(p))["name"]: model_shape(replica_header(p.stem)) for p in sorted(SPECS.glob("*.yaml"))}
+
+
+@lru_cache(maxsize=1)
+def nextn_shape(model: str) -> ModelShape:
+    """The shape of a replica whose NextN blocks are loaded."""
+    stem = next(p.stem for p in sorted(SPECS.glob("*.yaml")) if load_spec(str(p))["name"] == model)
+    return model_shape(replica_header(stem), mtp=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,11 +53,12 @@ class Row:
     host: list[int]
     draft: dict[str, Any] | None
     odd_flags: bool  # a flag that Settings does not know, beyond weights
+    draft_model: str | None  # None: NextN blocks of the model itself
     draft_on: tuple[int, ...]  # devices of the drafter's context, as listed in draft["devices"]
 
     @property
     def shape(self) -> ModelShape:
-        return shapes()[self.model]
+        return nextn_shape(self.model) if self.settings.drafter_type == "draft-mtp" else shapes()[self.model]
 
     @property
     def unit(self) -> int:
@@ -61,8 +69,8 @@ class Row:
         return range(own[0], own[-1] + 1) if own else range(0)
 
     @property
-    def draft_shape(self) -> ModelShape:
-        return shapes()[DRAFTER]
+    def draft_shape(self) -> ModelShape | None:
+        return shapes()[self.draft_model] if self.draft_model else None
 
     @property
     def drafted(self) -> budget.Problem:
@@ -105,13 +113,18 @@ def rows() -> list[Row]:
     found = []
     for line in ROWS.read_text().splitlines():
         r = json.loads(line)
-        shape, flags = shapes()[r["model"]], _flags(r["args"])
+        flags = _flags(r["args"])
+        mtp = flags.get("--spec-type") == "draft-mtp"
+        shape = nextn_shape(r["model"]) if mtp else shapes()[r["model"]]
         n_devices = len(r["devices"])
         split = [float(x) for x in flags["-ts"].split(",")] if "-ts" in flags else [1.0] * n_devices
         rule = flags.get("-ot", "")
         first_host = int(flags.get("-ncmoe", 0))
         resident = tuple(
-            not rule or "99999" in rule or ("[02468]" in rule and i % 2 == 1) for i in range(shape.n_layer)
+            not rule
+            or ("99999" in rule and f"|{i}|" not in rule.replace("(", "|"))
+            or ("[02468]" in rule and i % 2 == 1)
+            for i in range(shape.n_layer)
         )
         n_parallel = int(flags.get("-np", 1))
         settings = Settings(
@@ -125,7 +138,8 @@ def rows() -> list[Row]:
             flash_attn="off" if flags.get("-fa") == "off" else "on",
             drafter_type=flags.get("--spec-type"),
             draft_n_max=int(flags.get("--spec-draft-n-max", 0)),
-            drafter_device=flags.get("-devd"),
+            drafter_device="host" if flags.get("-devd") == "none" else flags.get("-devd"),
+            drafter_layers=int(flags["-ngld"]) if "-ngld" in flags else None,
             drafter_experts="host" if "-cmoed" in flags else "auto",
         )
         found.append(
@@ -146,10 +160,15 @@ def rows() -> list[Row]:
                 odd_flags=("--no-op-offload" in flags and r["backend"] == "cuda")
                 or bool({"-nkvo", "--swa-full"} & flags.keys())
                 or int(flags.get("-ngl", 999)) < 99,
-                draft_on=(int(flags["-devd"][-1]),) if "-devd" in flags else tuple(range(n_devices)),
+                draft_model=flags["-md"].removesuffix(".gguf") if "-md" in flags else None,
+                draft_on=_draft_on(flags.get("-devd"), n_devices),
             )
         )
     return found
+
+
+def _draft_on(named: str | None, n_devices: int) -> tuple[int, ...]:
+    return tuple(range(n_devices)) if named is None else () if named == "none" else (int(named[-1]),)
 
 
 def device_bound(row: Row, k: int) -> int:
@@ -186,8 +205,11 @@ def host_bound(row: Row) -> int:
 
 def draft_parts(row: Row, k: int) -> tuple[int, int, int]:
     """(weights, cache, compute bound) of the drafter on device `k`."""
-    own = row.slots(k)
-    return drafter.parts(row.drafted, k, own.start, own.stop)
+    own, nextn = row.slots(k), None
+    if row.draft_model is None:
+        first = row.shape.n_layer - row.shape.n_nextn
+        nextn = all(row.resident[first:])
+    return drafter.parts(row.drafted, k, own.start, own.stop, nextn)
 
 
 def drafted() -> list[Row]:
@@ -197,8 +219,8 @@ def drafted() -> list[Row]:
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """One buffer. arch `dflash` is a drafter's; `all_logits` are CUDA rows with logits for the whole batch or without
-    flash attention, which no server of ours has."""
+    """One buffer. arch `drafter ...` is a drafter's, `... NextN` that of NextN blocks. `all_logits` are CUDA rows with
+    logits for the whole batch or without flash attention, which no server of ours has."""
 
     arch: str
     backend: str
@@ -218,11 +240,13 @@ def bounds() -> Iterator[Bound]:
         found: list[tuple[str, int | None, int, int]] = [(row.shape.arch, None, host_bound(row), row.host[2])]
         found += [(row.shape.arch, i, device_bound(row, i), x[2]) for i, x in enumerate(row.devices)]
         if row.draft:
-            arch = row.draft_shape.arch
+            arch = f"{row.shape.arch} NextN" if row.draft_shape is None else f"drafter {row.draft_shape.arch}"
             buffers = zip(row.draft_on, row.draft["devices"], strict=True)
             found += [(arch, k, draft_parts(row, k)[2], x[2]) for k, x in buffers]
             found.append((arch, None, drafter.host_bytes(row.drafted)[1], row.draft["host"][2]))
         for arch, i, bound, size in found:
+            if not size and bound <= MIB:
+                continue  # nothing where nothing was planned
             place = "host" if i is None else "later" if i else "first"
             yield Bound(arch, row.backend, place, logits, bound, size * row.unit, name)
 

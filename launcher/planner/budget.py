@@ -128,14 +128,21 @@ def terms(p: Problem, k: int, start: int, end: int, resident: Sequence[int], *, 
 
     host_anywhere  whether any bundle of the whole model stays in host memory (op-offload then copies to device 0)
     """
-    return fixed_terms(p, k, start, end) | {
+    nextn = {layer.index for layer in p.shape.layers[p.shape.n_layer - p.shape.n_nextn :] if layer.bundle.file}
+    here = nextn & set(range(start, end))
+    # the search does not know yet which blocks it takes: it priced the larger of both
+    beside = here <= set(resident) if here else None if host_anywhere else True
+    return fixed_terms(p, k, start, end, nextn_resident=beside) | {
         "experts": sum(p.shape.layers[i].bundle.on(p.devices[k].backend) for i in resident),
         "compute": compute_bytes(p, k, start, end, len(resident), host_anywhere),
     }
 
 
-def fixed_terms(p: Problem, k: int, start: int, end: int) -> dict[str, int]:
-    """Terms that do not depend on which bundles are resident; all names of DEVICE_TERMS, in its order."""
+def fixed_terms(p: Problem, k: int, start: int, end: int, *, nextn_resident: bool | None = None) -> dict[str, int]:
+    """Terms that do not depend on which bundles are resident; all names of DEVICE_TERMS, in its order.
+
+    nextn_resident  whether the experts of NextN blocks lie with them, None while that is open: the larger buffer
+    """
     shape, device = p.shape, p.devices[k]
     backend, n_layer = device.backend, shape.n_layer
     last = min(end, n_layer)
@@ -146,7 +153,7 @@ def fixed_terms(p: Problem, k: int, start: int, end: int) -> dict[str, int]:
         "output": shape.output.on(backend) if end == n_layer + 1 else 0,
         "kv": sums[last][1] - sums[start][1],
         "compute": 0,
-        "drafter": _drafter(p, k, start, end),
+        "drafter": _drafter(p, k, start, end, nextn_resident),
         "projector": p.projector_bytes if k == p.first else 0,
         "context": context_bytes(device)[0],
         "margin": margin_bytes(device, p.settings),
@@ -221,8 +228,8 @@ def compute_bytes(p: Problem, k: int, start: int, end: int, n_resident: int, hos
     return max(bound, measured or 0)
 
 
-def _drafter(p: Problem, k: int, start: int, end: int) -> int:
+def _drafter(p: Problem, k: int, start: int, end: int, nextn_resident: bool | None) -> int:
     name, drafts = p.devices[k].name, p.draft is not None or any(p.mtp_bytes)
     if drafts and p.measured and p.measured.draft_bytes and name in p.measured.draft_bytes:
         return p.measured.draft_bytes[name]
-    return sum(drafter.parts(p, k, start, end))
+    return sum(drafter.parts(p, k, start, end, nextn_resident))

@@ -42,6 +42,7 @@ class _Terms:
     rpc       a later RPC device with host experts, beyond `used + 4` units; also its head beyond logits + 1
     holes     sizes of masks, in units, whose freed place leaves that head 3 units; up to 1 wider it needs 1 more
     head      the head beside its logits when masks are already gone
+    behind    the first of several devices may hold a second expert tensor behind the first
     """
 
     resident: float = 10.0
@@ -54,18 +55,19 @@ class _Terms:
     rpc: float = 14.0
     holes: tuple[float, float] = (0.0, 0.0)
     head: float = 0.0
+    behind: bool = True
 
 
 # Rows of Qwen3-30B and -235B; GLM-4.5-Air (`holes`: 36 contexts of 4K to 160K on two RPC devices); gpt-oss-20b and
 # -120b; Mixtral; DeepSeek-R1; Qwen3-Next. Any other architecture takes the terms of the one with its kind of attention,
 # or the default, above all others here.
 _TERMS = {
-    "qwen3moe": _Terms(resident=0.0, split=5.0, host=6.0, offload=2.0, hole=1.0, rpc=5.0),
+    "qwen3moe": _Terms(resident=0.0, split=5.0, host=6.0, offload=2.0, hole=1.0, rpc=5.0, behind=False),
     "glm4moe": _Terms(resident=7.6, host=9.0, offload=1.1, hole=1.0, rpc=10.2, holes=(3.0, 7.06)),
-    "gpt-oss": _Terms(resident=0.0, host=4.9, offload=0.1, hole=1.0, rpc=5.0),
-    "llama": _Terms(resident=0.0, host=4.1, offload=3.3, hole=1.0, rpc=0.3),
-    "deepseek2": _Terms(resident=7.8, host=27.1, offload=0.5, hole=0.55, refit=4.1, rpc=18.5),
-    "qwen3next": _Terms(resident=9.9, host=14.6, offload=-9.9, hole=0.68, copies=2, rpc=5.0, head=15.2),
+    "gpt-oss": _Terms(resident=0.0, host=4.9, offload=0.1, hole=1.0, rpc=5.0, behind=False),
+    "llama": _Terms(resident=0.0, host=4.1, offload=3.3, hole=1.0, rpc=0.3, behind=False),
+    "deepseek2": _Terms(resident=7.8, host=27.1, offload=0.5, hole=0.55, refit=4.1, rpc=18.5, behind=False),
+    "qwen3next": _Terms(resident=9.9, host=14.6, offload=-9.9, hole=0.68, copies=2, rpc=5.0, head=15.2, behind=False),
 }
 _LATER = 1.8  # a device after the first has no embedded tokens (1.8 to 2.0 units less in every s-* row)
 _HEAD = 5.0  # beside logits and masks (full-logits rows; where only one kind of mask is left, 4.0 in gpt-oss)
@@ -236,8 +238,9 @@ def _common(shape: ModelShape, s: Settings, b: _Batch, p: _Place) -> int:
     outer, inner = _experts(shape)
     later = 0.0 if p.first else _LATER
     copies = _kv_copies(shape, s, b.ctx) if p.offloads else 0
-    if not shape.is_moe:  # attention, then gate, up and their product (Qwen3-8B: 4 + 3 * 3)
-        return b.mask + max(b.units(4 + 3 * shape.n_ff / max(1, shape.n_embd) - later), copies + b.units(7 - later))
+    if not shape.is_moe:  # attention, then gate, up and their product (Qwen3-8B: 4 + 3 * 3), beside a copied weight
+        dense = b.units(4 + 3 * shape.n_ff / max(1, shape.n_embd) - later)
+        return b.mask + max(dense, copies + b.units(7 - later)) + p.copy
     attention = t.host + (2 if p.first else 0)
     if not p.offloads and p.host:  # the CPU's results come in as copies
         attention = max(t.host + 3, outer + 4.1 + (0 if p.first else t.rpc))
@@ -250,6 +253,10 @@ def _common(shape: ModelShape, s: Settings, b: _Batch, p: _Place) -> int:
         refit = max(outer, inner) if t.refit is None else t.refit
         refit = refit if b.units(max(outer, inner)) > t.hole * p.copy else 0.0
         peak = max(peak, t.copies * p.copy + b.units(4 + outer + inner + t.offload + refit))
+        if t.behind and not p.alone and b.units(2) < b.mask <= b.units(outer) and p.copy < b.units(2 * outer):
+            # a mask too large for the activations' holes and too small for the next copy: that one lies behind the
+            # last (GLM-4.5-Air, 32768 tokens, ub 4096, first of two: 2 * 748 + 780 MiB, alone 748 + 1200)
+            peak = max(peak, 2 * p.copy + b.units(outer + 4.3) - b.mask)
     return b.mask + peak
 
 
@@ -336,7 +343,7 @@ def host_compute_bytes(
 
 def drafter_device_compute_bytes(
     target: ModelShape, draft: ModelShape, s: Settings, *, backend: str, slots: range, first: bool, output: bool,
-    head: bool | None = None, host_experts: bool = False, largest_host_bytes: int = 0,
+    head: bool | None = None, host_experts: bool = False, cut: bool = False, largest_host_bytes: int = 0,
 ) -> int:  # fmt: skip
     """Bound of one device's compute buffer of the drafter's own context.
 
@@ -344,6 +351,7 @@ def drafter_device_compute_bytes(
     head                whether the target's output lies here, which computes the logits of a drafter that has no
                         output.weight, even beside none of its slots; None: as `output`
     host_experts        its routed experts lie in host memory (`-otd`)
+    cut                 some of its layers do (`-ngld`): then no pipeline runs over its devices
     largest_host_bytes  the largest of its weights there, which a first device that offloads copies
 
     DFlash and DSpark graphs have logits for every token of a micro-batch, whatever the server asks for. deepseek4's
@@ -358,7 +366,7 @@ def drafter_device_compute_bytes(
         return device_compute_bytes(
             draft, s, backend=backend, slots=slots or range(n_draft, n_draft + 1), first=first,
             output=output or borrowed, n_devices=1 if first and output else 2, resident_here=not host_experts,
-            host_here=host_experts, host_anywhere=copy > 0, override=host_experts,
+            host_here=host_experts, host_anywhere=copy > 0, override=host_experts or cut,
             n_outputs=s.n_ubatch if extracting else None, largest_host_expert_bytes=copy,
         )  # fmt: skip
     b, mask = _dspark_batch(target, s)
@@ -377,19 +385,55 @@ def drafter_device_compute_bytes(
     return max(peak, copy + b.units(24) if copy else 0) + _SLACK_BYTES
 
 
-def drafter_host_compute_bytes(
-    target: ModelShape, draft: ModelShape, s: Settings, *, backends: tuple[str, ...], host_experts: bool = False
+def mtp_device_compute_bytes(
+    shape: ModelShape, s: Settings, *, owner: bool, first: bool, alone: bool, resident: bool | None
 ) -> int:
+    """Bound of a NextN context's compute buffer on a device that offloads: a pass over those blocks alone.
+
+    owner     the blocks lie here; resident: with their experts (None: not known, the larger of both)
+    first     the device that computes host-resident experts of any other
+
+    GLM-4.5-Air on one and two H200 (mtp-* rows): the owner holds its mask and 8 units, or up to 4 of the mask's and
+    22.5 where its experts are; the first copies an expert tensor beside 12.9 units, alone, and the two that follow each
+    other beside 1, or one beside 15.2, for another device's blocks.
+    """
+    b, t = _batch(shape, s, None), _terms(shape)
+    outer, inner = _experts(shape)
+    blocks = shape.layers[shape.n_layer - shape.n_nextn :]
+    copy = max((x.largest_expert_bytes for x in blocks), default=0)
+    peak = 0
+    if owner:
+        peak = b.mask + b.units(max(8.05, t.host - 0.95))
+        if resident is not False:
+            peak = max(peak, b.mask + b.units(9.05), min(b.mask, b.units(4)) + b.units(_moe(shape) + 3.8))
+    if first and resident is not True and (owner or not alone):
+        peak = max(peak, copy + b.units(outer + inner + (2.2 if owner else 4.55)))
+        if not owner:
+            second = max((x.second_expert_bytes for x in blocks), default=0)
+            peak = max(peak, copy + second + b.units(1.05))
+    return peak + _SLACK_BYTES if peak else 0
+
+
+def mtp_host_compute_bytes(shape: ModelShape, s: Settings) -> int:
+    """Bound of the CPU backend's compute buffer of a NextN context: its inputs (mtp-* rows: the mask and a unit)."""
+    b = _batch(shape, s, None)
+    return b.mask + b.units(1.0) + _SLACK_BYTES
+
+
+def drafter_host_compute_bytes(
+    target: ModelShape, draft: ModelShape, s: Settings, *, backends: tuple[str, ...], host_experts: bool = False,
+    cut: bool = False,
+) -> int:  # fmt: skip
     """Bound of the CPU backend's compute buffer of the drafter's own context.
 
     backends      of the drafter's devices; empty: all of it runs on the CPU
-    host_experts  its routed experts lie in host memory
+    host_experts  its routed experts lie in host memory; cut: some of its layers do
     """
     extracting = s.drafter_type in EXTRACTING
     if not extracting or target.arch != "deepseek4":
         return host_compute_bytes(
             draft, s, backends=backends, host_anywhere=host_experts, resident_anywhere=not host_experts,
-            override=host_experts, n_outputs=s.n_ubatch if extracting else None,
+            override=host_experts or cut, n_outputs=s.n_ubatch if extracting else None,
         )  # fmt: skip
     b, mask = _dspark_batch(target, s)
     if not backends:

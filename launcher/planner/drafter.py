@@ -114,11 +114,14 @@ def host_slots(p: Problem) -> range:
     return range(p.draft.n_layer + 1 if everything else _on_devices(p.draft, p.settings.drafter_layers).start)
 
 
-def parts(p: Problem, k: int, start: int, end: int) -> tuple[int, int, int]:
-    """(weights, cache, compute bound) of drafting on device `k`, which owns the target's slots [start, end)."""
+def parts(p: Problem, k: int, start: int, end: int, resident: bool | None = None) -> tuple[int, int, int]:
+    """(weights, cache, compute bound) of drafting on device `k`, which owns the target's slots [start, end).
+
+    resident  whether the experts of NextN blocks lie with them; None: not known yet
+    """
     cache = sum(p.mtp_bytes[start : min(end, p.shape.n_layer)])
     if p.draft is None:
-        return 0, cache, _mtp_compute_bytes(p, k, end, owned=cache > 0)
+        return 0, cache, _mtp_compute_bytes(p, k, end, owned=cache > 0, resident=resident)
     own = slots(p, k, start, end)
     weights, draft_cache = _stored(p, own, p.devices[k].backend)
     return weights, cache + draft_cache, _compute_bytes(p, k, own, end)
@@ -135,7 +138,7 @@ def host_bytes(p: Problem) -> tuple[int, int]:
     """(weights and cache, compute bound) of the drafter in host memory; its token embedding always lies there."""
     draft, s = p.draft, p.settings
     if draft is None:
-        return 0, 0
+        return 0, compute.mtp_host_compute_bytes(p.shape, s) if p.devices and any(p.mtp_bytes) else 0
     own = host_slots(p)
     layers, whole = _layers(draft, own), len(own) > draft.n_layer
     stored = draft.input.cpu + sum(layer.dense.cpu + layer.bundle.cpu for layer in layers)
@@ -144,9 +147,12 @@ def host_bytes(p: Problem) -> tuple[int, int]:
         stored += draft.output.cpu - (draft.input.cpu if draft.tied else 0)
     if s.drafter_experts == HOST:
         stored += sum(layer.bundle.cpu for layer in draft.layers[len(layers) :])
-    backends = () if whole else _backends(p)
-    bound = compute.drafter_host_compute_bytes(p.shape, draft, s, backends=backends, host_experts=_host_experts(p))
-    if layers and not whole:  # no rows of a drafter cut in two: the graph of a whole one on the CPU holds either half
+    backends = () if whole and not (p.devices and s.drafter_device != HOST) else _backends(p)
+    bound = compute.drafter_host_compute_bytes(
+        p.shape, draft, s, backends=backends, host_experts=_host_experts(p), cut=bool(own)
+    )
+    if layers and all(name in compute.NO_OFFLOAD for name in backends):
+        # the CPU computes them itself: the graph of a whole drafter there holds any part of it
         bound = max(bound, compute.drafter_host_compute_bytes(p.shape, draft, s, backends=()))
     return stored, bound
 
@@ -191,8 +197,7 @@ def _largest_host_tensor_bytes(p: Problem) -> int:
     assert draft is not None
     cut = _layers(draft, host_slots(p))
     experts = draft.layers if _host_experts(p) else cut
-    # of a dense layer only its sum is known, which no tensor of it exceeds
-    return max((*(x.largest_expert_bytes for x in experts), *(x.dense.file for x in cut)), default=0)
+    return max((*(x.largest_expert_bytes for x in experts), *(x.largest_dense_bytes for x in cut)), default=0)
 
 
 def _compute_bytes(p: Problem, k: int, own: range, end: int) -> int:
@@ -214,6 +219,7 @@ def _compute_bytes(p: Problem, k: int, own: range, end: int) -> int:
         output=draft.n_layer in own,
         head=end == p.shape.n_layer + 1,
         host_experts=_host_experts(p),
+        cut=bool(host_slots(p)),
         largest_host_bytes=copy,
     )
 
@@ -231,11 +237,12 @@ def _alone(p: Problem, own: range, backend: str) -> int:
         output=True,
         head=True,
         host_experts=_host_experts(p),
+        cut=bool(host_slots(p)),
         largest_host_bytes=_largest_host_tensor_bytes(p),
     )
 
 
-def _mtp_compute_bytes(p: Problem, k: int, end: int, *, owned: bool) -> int:
+def _mtp_compute_bytes(p: Problem, k: int, end: int, *, owned: bool, resident: bool | None) -> int:
     """Bound of a NextN context's compute buffer: a pass over its blocks alone, with a server's few logits.
 
     owned  some NextN block lies on this device. The first device that offloads computes host-resident experts of the
@@ -244,7 +251,13 @@ def _mtp_compute_bytes(p: Problem, k: int, end: int, *, owned: bool) -> int:
     if not any(p.mtp_bytes):
         return 0
     shape, s, backend = p.shape, p.settings, p.devices[k].backend
-    if owned or (k == p.first and backend not in compute.NO_OFFLOAD):
+    if backend not in compute.NO_OFFLOAD:
+        bound = compute.mtp_device_compute_bytes(
+            shape, s, owner=owned, first=k == p.first, alone=len(p.devices) == 1, resident=resident
+        )
+        if bound:
+            return bound
+    elif owned:
         block = shape.n_layer - shape.n_nextn
         return compute.device_compute_bytes(
             shape,

@@ -75,6 +75,8 @@ class LayerShape:
     dense: Sizes
     bundle: Sizes
     largest_expert_bytes: int
+    second_expert_bytes: int  # of the next tensor in size, often the same
+    largest_dense_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,6 +254,7 @@ def _layer(
                 f"{t.name} is a routed-expert tensor that no rule of ours can name",
                 fix="report the tensor's name; until then serve the file with llama-server --cpu-moe",
             )
+    sizes = sorted((t.size_bytes for t in experts), reverse=True) if loaded else []
     return LayerShape(
         index=i,
         loaded=loaded,
@@ -261,7 +264,9 @@ def _layer(
         ratio=keys.per_layer("attention.compress_ratios", i, 0),
         dense=_sum(dense) if loaded else Sizes(),
         bundle=_sum(experts) if loaded else Sizes(),
-        largest_expert_bytes=max((t.size_bytes for t in experts), default=0) if loaded else 0,
+        largest_expert_bytes=sizes[0] if sizes else 0,
+        second_expert_bytes=sizes[1] if len(sizes) > 1 else 0,
+        largest_dense_bytes=max((t.size_bytes for t in dense), default=0) if loaded else 0,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -32,19 +33,22 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_rows_are_all_there_and_nearly_all_covered() -> None:
-    assert len(rows()) == 982
+    assert len(rows()) == 1041
     assert sum(row.odd_flags for row in rows()) < 80
-    assert len(drafted()) == 37
-    # its experts in host memory (-cmoed) and all of it on one device (-devd), on each of the two targets
+    assert len(drafted()) == 37 + 59
+    where = Counter(row.settings.drafter_device for row in drafted())
+    # on one device (-devd NAME), in host memory (-devd none), its experts there (-cmoed), its first layers (-ngld)
+    assert (where["RPC1"], where["CUDA0"] + where["CUDA1"], where["host"]) == (2, 6, 4)
     assert sum(row.settings.drafter_experts == "host" for row in drafted()) == 2
-    assert sum(row.settings.drafter_device == "RPC1" for row in drafted()) == 2
+    assert sum(row.settings.drafter_layers is not None for row in drafted()) == 8
+    assert sum(row.draft_model is None for row in drafted()) == 37
 
 
 def test_the_table_that_is_published_has_nothing_failing() -> None:
     lines, failing = runpy.run_path(str(ROOT / "scripts" / "oracle_table.py"))["table"]()
     assert failing == 0, "\n".join(lines)
     shown = {line.split("|")[1].strip() for line in lines[2:]}
-    assert shown == {*WORST, "dflash"}
+    assert shown == {*WORST, *(arch for arch, _, _ in DRAFTERS)}
 
 
 def test_no_bound_is_more_than_one_percent_below_the_engine() -> None:
@@ -61,7 +65,7 @@ PLACES = (
 WORST = {
     "deepseek2": (4, 5, 2, 4, 2, 8, 22, 9, 4),
     "deepseek4": (25, 29, 22, 21, 22, 26, 35, 46, 15),
-    "glm4moe": (4, 5, 3, 3, 3, 35, 21, 4, 3),
+    "glm4moe": (5, 5, 3, 3, 3, 35, 21, 4, 3),
     "gpt-oss": (2, 8, 5, 3, 5, 5, 7, 2, 2),
     "llama": (8, 23, 3, 8, 3, 18, 24, 1, 1),
     "qwen3": (23, 28, 3, 9, 3, 21, 24, 1, 1),
@@ -69,7 +73,12 @@ WORST = {
     "qwen3next": (27, 7, 5, 40, 5, 35, 14, 15, 2),
 }
 CEILINGS = {(arch, *place): worst for arch, line in WORST.items() for place, worst in zip(PLACES, line, strict=True)}
-CEILINGS |= {("dflash", "rpc", "first"): 1, ("dflash", "rpc", "later"): 1, ("dflash", "rpc", "host"): 12}
+DRAFTERS = {
+    ("drafter dflash", "rpc", "first"): 1, ("drafter dflash", "rpc", "later"): 1, ("drafter dflash", "rpc", "host"): 12,
+    ("drafter qwen3", "cuda", "first"): 12, ("drafter qwen3", "cuda", "later"): 6, ("drafter qwen3", "cuda", "host"): 3,
+    ("glm4moe NextN", "cuda", "first"): 7, ("glm4moe NextN", "cuda", "later"): 7, ("glm4moe NextN", "cuda", "host"): 7,
+}  # fmt: skip
+CEILINGS |= DRAFTERS
 # Half of all buffers of a class are within this: what a plan really pays.
 MEDIANS = {"cuda": 5.0, "cuda+": 5.0, "rpc": 8.0, "cpu": 14.5}
 
@@ -113,7 +122,7 @@ def test_weights_are_the_engines_to_the_byte() -> None:
         for ours, theirs in zip([*device, host], [*(d[0] for d in row.devices), row.host[0]], strict=True):
             assert ours // row.unit == theirs, (row.model, row.tag)
             checked += 1
-    assert checked == 2706
+    assert checked == 2861
 
 
 def flash(split: tuple[int, ...], k: int, **settings: Any) -> int:
@@ -182,11 +191,18 @@ def test_weights_and_cache_of_a_drafter_are_the_engines_to_the_byte() -> None:
     for row in drafted():
         assert row.draft is not None
         for k, (weights, cache, _) in zip(row.draft_on, row.draft["devices"], strict=True):
-            assert draft_parts(row, k)[:2] == (weights, cache), (row.tag, k)
+            planned = draft_parts(row, k)[:2]
+            if row.draft_model is None:  # the event lists the target's own weights again
+                planned, weights = (0, planned[1]), 0
+            assert [n // row.unit for n in planned] == [weights, cache], (row.tag, k)
             checked += 1
-        assert [draft_parts(row, k) for k in range(len(row.devices)) if k not in row.draft_on] in ([], [(0, 0, 0)])
-        assert drafter.host_bytes(row.drafted)[0] == sum(row.draft["host"][:2]), row.tag
-    assert checked == 78
+        apart = [k for k in range(len(row.devices)) if k not in row.draft_on]
+        assert {draft_parts(row, k) for k in apart} <= {(0, 0, 0)}
+        # on a CPU with AMX the layers of a drafter without a device are kept in tiles: 89 MiB more of 4,789
+        if row.draft_model and not (row.mib and row.settings.drafter_device == "host"):
+            stored, seen = drafter.host_bytes(row.drafted)[0] / row.unit, sum(row.draft["host"][:2])
+            assert seen <= stored <= seen + (2 if row.mib else 0), row.tag
+    assert checked == 78 + 86
 
 
 def test_a_device_with_nothing_but_the_targets_output_computes_the_drafters_logits() -> None:
