@@ -132,6 +132,19 @@ def test_the_context_is_what_the_process_holds_beyond_its_buffers() -> None:
     assert [r.kind for r in found.rows if r.shown] == ["context"]
 
 
+@pytest.mark.parametrize(
+    ("lost", "counted"),
+    [(6500, 6550), (6550, 6550), (6616, 6616), (6678, 6678), (9000, 6550)],
+    ids=["less than the process", "the same", "kept by the driver", "twice that", "somebody else's too"],
+)
+def test_what_the_card_lost_beyond_the_process_counts_as_far_as_the_driver_may_keep_it(lost: int, counted: int) -> None:
+    """Two H200 lost 23,618 MiB to a process of 23,552: planned with the latter, the margin was never there."""
+    p = h200_plan()
+    found = audit(p, H200_LOG, seen(after_boot(6550 * MIB, free=FREE_BEFORE - lost * MIB), p))
+    assert (found.cards[0].used_bytes, found.cards[0].by) == (counted * MIB, "process")
+    assert context(found)[1] == (counted - 5841) * MIB
+
+
 @pytest.mark.parametrize(("used", "pid"), [(None, PID), (6550 * MIB, 77)], ids=["memory untold", "pid of a namespace"])
 def test_where_the_driver_does_not_tell_the_card_before_and_after_does(used: int | None, pid: int) -> None:
     p = h200_plan()
