@@ -6,6 +6,7 @@ Everything hangs under `root`, so that a folder with a fake /proc and /sys can b
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -152,3 +153,17 @@ def _quotas(root: Path) -> Iterator[float]:
         quota, period = sysfs.number(group / "cpu.cfs_quota_us"), sysfs.number(group / "cpu.cfs_period_us")
         if quota is not None and period and quota > 0:
             yield quota / period
+
+
+def own_bytes(pid: int, root: Path = Path("/")) -> int | None:
+    """Memory that a process gives back when it ends: its private pages and its shared memory, not pages of files.
+
+    CUDA's pinned buffers are shared mappings of /dev/zero: of a server that held 11,012 MiB of experts in them all but
+    899 MiB of its resident memory counted as shared. None where /proc does not tell (gone, or another user's).
+    """
+    try:
+        text = (root / "proc" / str(pid) / "status").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return None
+    sizes = dict(re.findall(r"^Rss(Anon|Shmem):\s+(\d+) kB$", text, flags=re.MULTILINE))
+    return sum(int(n) for n in sizes.values()) * 1024 if sizes else None

@@ -161,17 +161,8 @@ def _processes(record: RunRecord) -> tuple[Any, ...]:
 
 
 def _host_bytes(record: RunRecord) -> int:
-    """Memory that a server gives back when it ends: what is its alone, not pages of files."""
-    import psutil
-
+    """Memory that a server gives back when it ends."""
     from launcher.serve import state
 
-    total = 0
-    for process in _processes(record):
-        found = state.proc(process)
-        try:
-            info = found.memory_info() if found else None
-        except psutil.Error:
-            continue
-        total += max(0, info.rss - info.shared) if info else 0
-    return total
+    alive = [found.pid for found in map(state.proc, _processes(record)) if found]
+    return sum(host_facts.own_bytes(pid) or 0 for pid in alive)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from launcher.errors import DeviceUnusable
@@ -230,3 +233,32 @@ def test_without_sys_every_cpu_is_a_core_and_nothing_limits(tmp_path: Path) -> N
     found = host.read_host(tree(tmp_path, {"proc/self/cgroup": "0::/\n"}), frozenset({3, 5}))
     assert (found.cores, found.numa_nodes, found.limited_by) == (2, 1, "MemAvailable")
     assert host.read_host(tmp_path, frozenset({7})).cores == 1
+
+
+def test_shared_memory_without_a_file_is_given_back_and_pages_of_files_are_not(tmp_path: Path) -> None:
+    """A real process with 48 MiB of anonymous shared memory, as CUDA pins it, 32 MiB of its own and 64 of a file."""
+    file = tmp_path / "model"
+    file.write_bytes(os.urandom(MIB) * 64)
+    code = (
+        "import mmap, sys\n"
+        "mine = bytearray(b'x' * (32 << 20))\n"
+        "pinned = mmap.mmap(-1, 48 << 20)\n"
+        "pinned.write(b'y' * (48 << 20))\n"
+        "f = open(sys.argv[1], 'rb'); pages = mmap.mmap(f.fileno(), 0, prot=mmap.PROT_READ)\n"
+        "total = sum(pages[::4096]); print('ready', flush=True); sys.stdin.read()\n"
+    )
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", code, file], stdin=pipe, stdout=pipe) as child:
+        assert child.stdin and child.stdout
+        child.stdout.readline()
+        found = host.own_bytes(child.pid)
+        resident = psutil.Process(child.pid).memory_info().rss
+        child.stdin.close()
+    assert found is not None
+    assert 80 * MIB <= found <= 80 * MIB + 24 * MIB  # and the interpreter
+    assert resident - found >= 64 * MIB
+
+
+def test_a_process_that_is_gone_gives_nothing_back(tmp_path: Path) -> None:
+    assert host.own_bytes(1, root=tmp_path) is None
+    assert host.own_bytes(7, root=tree(tmp_path, {"proc/7/status": "Name:\tx\n"})) is None
