@@ -6,19 +6,29 @@ imports its workflow and its renderer when it runs. Errors are caught in one pla
 
 from __future__ import annotations
 
-import inspect
 import io
 import os
 import sys
 import traceback
-from collections.abc import Callable
-from functools import wraps
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from launcher.errors import LauncherError
+from launcher.options import (
+    BackendOpt,
+    EngineOpt,
+    ForceOpt,
+    JsonOpt,
+    MaybeSlugArg,
+    NoEngineOpt,
+    RigOpt,
+    SlugArg,
+    TargetArg,
+    YesOpt,
+    with_overrides,
+)
 
 # typer >= 0.26 carries its own click, older ones import it: this is the family that typer itself reports.
 _USAGE: type[Exception] = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
@@ -108,108 +118,6 @@ engines = typer.Typer(help="Which llama-server: list, choose, build, look at.", 
 app.add_typer(engines, name="engine", rich_help_panel=None)
 
 
-def _complete_slug(incomplete: str) -> list[str]:
-    from launcher.workflows import catalogue
-
-    return [name for name in catalogue.names() if incomplete in name]
-
-
-TargetArg = Annotated[
-    str,
-    typer.Argument(
-        metavar="TARGET", help="A slug (or a unique ending of one) or a .gguf file.", autocompletion=_complete_slug
-    ),
-]
-SlugArg = Annotated[str, typer.Argument(metavar="SLUG", help="A slug.", autocompletion=_complete_slug)]
-MaybeSlugArg = Annotated[
-    str | None, typer.Argument(metavar="[SLUG]", help="A slug; the one that runs.", autocompletion=_complete_slug)
-]
-JsonOpt = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
-YesOpt = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask before a running server is stopped.")]
-ForceOpt = Annotated[bool, typer.Option("--force", help="Serve a slug that is not in production; opens no other gate.")]
-RigOpt = Annotated[str | None, typer.Option("--rig", metavar="FILE", help="Plan for the rig in this file.")]
-EngineOpt = Annotated[str | None, typer.Option("--engine", metavar="PATH", help="The llama-server to use.")]
-BackendOpt = Annotated[
-    str, typer.Option("--backend", metavar="auto|cpu|cuda", help="auto: cuda where nvcc and a driver are.")
-]
-NoEngineOpt = Annotated[bool, typer.Option("--no-engine", help="Formulas alone: no llama-server is run.")]
-
-_UNIFIED = ("--unified/--no-unified", "-kvu/-no-kvu", "--kv-unified/--no-kv-unified")
-# name -> (type, option spellings, metavar, help): ours first, llama.cpp's beside it.
-_OVERRIDES: dict[str, tuple[Any, tuple[str, ...], str | None, str]] = {
-    "ctx": (str, ("--ctx",), "N", "Context of one stream, as 200k."),
-    "ctx_total": (str, ("-c", "--ctx-size"), "N", "Context of all streams together, as llama.cpp counts."),
-    "parallel": (int, ("--parallel", "-np"), "N", "Streams."),
-    "batch": (int, ("--batch", "-b", "--batch-size"), "N", "Logical batch."),
-    "ubatch": (int, ("--ubatch", "-ub", "--ubatch-size"), "N", "Micro-batch."),
-    "kv": (str, ("--kv",), "TYPE", "KV cache type: f16, q8_0 or K/V."),
-    "type_k": (str, ("--cache-type-k", "-ctk"), "TYPE", "KV cache type of K."),
-    "type_v": (str, ("--cache-type-v", "-ctv"), "TYPE", "KV cache type of V."),
-    "unified": (
-        bool,
-        _UNIFIED,
-        None,
-        "One KV cache for all streams.",
-    ),
-    "flash_attn": (str, ("--flash-attn", "-fa"), "on|off|auto", "Flash attention."),
-    "devices": (str, ("--devices", "-dev", "--device"), "LIST", "Devices in order: 0,1 or CUDA0,CUDA1; -CUDA1 omits."),
-    "tensor_split": (str, ("--tensor-split", "-ts"), "N,N", "Layers of each device."),
-    "residency": (str, ("--residency",), "auto|none", "Expert bundles on the devices."),
-    "margin": (str, ("--margin",), "SIZE", "Memory kept free on each device."),
-    "reserve": (list[str], ("--reserve",), "NAME=SIZE", "Memory of a device that is not ours: CUDA0=6GiB."),
-    "drafter": (str, ("--drafter", "-md", "--model-draft", "--spec-draft-model"), "FILE|off", "Draft model."),
-    "drafter_device": (
-        str,
-        ("--drafter-device", "-devd", "--device-draft", "--spec-draft-device"),
-        "NAME|host",
-        "Device of the draft model.",
-    ),
-    "drafter_layers": (
-        int,
-        ("--drafter-layers", "-ngld", "--gpu-layers-draft", "--spec-draft-ngl"),
-        "N",
-        "Layers of the draft model on devices, counted from its last, the output.",
-    ),
-    "drafter_experts": (str, ("--drafter-experts",), "auto|host", "Routed experts of the draft model."),
-    "draft_max": (int, ("--draft-max", "--spec-draft-n-max"), "N", "Tokens drafted at once."),
-    "mmproj": (str, ("--mmproj", "-mm"), "FILE|off", "Projector of a model that sees or hears."),
-    "load_mode": (str, ("--load-mode", "-lm"), "none|mmap|...", "How the file is read."),
-    "threads": (int, ("--threads", "-t"), "N", "CPU threads."),
-    "numa": (
-        str,
-        ("--numa",),
-        "MODE",
-        "auto, off, bind[:NODE], interleave[:NODES], or the engine's distribute, isolate, numactl.",
-    ),
-    "host": (str, ("--host",), "ADDRESS", "Address to listen on."),
-    "port": (int, ("--port",), "N", "Port to listen on."),
-}
-
-
-def _with_overrides(command: Callable[..., int]) -> Callable[..., int]:
-    """The command with every override as an option; it gets those that were given as the mapping `given`."""
-
-    @wraps(command)
-    def run(**kwargs: Any) -> int:
-        given = {name: kwargs.pop(name) for name in _OVERRIDES}
-        return command(**kwargs, given={k: v for k, v in given.items() if v is not None and v != []})
-
-    hints = get_type_hints(command, include_extras=True)
-    own = [p.replace(annotation=hints[n]) for n, p in inspect.signature(command).parameters.items() if n != "given"]
-    shared = [
-        inspect.Parameter(
-            name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=None,
-            annotation=Annotated[kind | None, typer.Option(*spellings, metavar=metavar, help=text)],
-        )
-        for name, (kind, spellings, metavar, text) in _OVERRIDES.items()
-    ]
-    run.__signature__ = inspect.Signature([*own, *shared])  # type: ignore[attr-defined]
-    run.__annotations__ = {p.name: p.annotation for p in (*own, *shared)}
-    return run
-
-
 def _print_version(wanted: bool) -> None:
     if wanted:
         from launcher import __version__
@@ -250,7 +158,7 @@ def show(slug: SlugArg, as_json: JsonOpt = False) -> int:
 
 
 @app.command()
-@_with_overrides
+@with_overrides
 def plan(
     *,
     target: TargetArg,
@@ -282,7 +190,7 @@ def plan(
 
 
 @app.command()
-@_with_overrides
+@with_overrides
 def preflight(
     *, target: TargetArg, given: dict[str, Any], rig: RigOpt = None, engine: EngineOpt = None,
     force: ForceOpt = False, as_json: JsonOpt = False,
@@ -316,7 +224,7 @@ app.command("pull", hidden=True)(setup)
 
 
 @app.command()
-@_with_overrides
+@with_overrides
 def switch(
     *, target: TargetArg, given: dict[str, Any], engine: EngineOpt = None, force: ForceOpt = False,
     yes: YesOpt = False, as_json: JsonOpt = False,
@@ -331,7 +239,7 @@ def switch(
 
 
 @app.command()
-@_with_overrides
+@with_overrides
 def run(*, target: TargetArg, given: dict[str, Any], engine: EngineOpt = None, force: ForceOpt = False) -> int:
     """Plan, check, then become llama-server in the foreground.
 

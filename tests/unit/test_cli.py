@@ -23,7 +23,7 @@ import typer
 from typer.testing import CliRunner
 
 import launcher
-from launcher import cli
+from launcher import cli, options
 from launcher.errors import DoesNotFit
 from launcher.serve import native, state
 from tests.builders import T, array, write_gguf, write_shards
@@ -175,7 +175,7 @@ SPELLINGS = [
 
 def test_every_command_that_plans_takes_every_override() -> None:
     group = typer.main.get_command(cli.app)
-    wanted = {w for _, spellings, _, _ in cli._OVERRIDES.values() for s in spellings for w in s.split("/")}
+    wanted = {w for _, spellings, _, _ in options.OVERRIDES.values() for s in spellings for w in s.split("/")}
     for name in ("plan", "preflight", "switch", "run"):
         params = group.commands[name].params  # type: ignore[attr-defined]
         assert wanted <= {w for p in params for w in (*p.opts, *p.secondary_opts)}, name
@@ -742,5 +742,5 @@ def test_every_command_and_override_is_in_the_docs() -> None:
     names = [c.name or c.callback.__name__ for c in cli.app.registered_commands if c.callback and not c.hidden]
     names += [f"engine {c.name}" for c in cli.engines.registered_commands]
     assert [n for n in names if f"| `{n}" not in text] == []
-    words = [w for _, spellings, _, _ in cli._OVERRIDES.values() for s in spellings for w in s.split("/")]
+    words = [w for _, spellings, _, _ in options.OVERRIDES.values() for s in spellings for w in s.split("/")]
     assert [w for w in words if f"`{w}`" not in text] == []

@@ -13,7 +13,8 @@ import launcher
 PACKAGE = Path(launcher.__file__).parent
 EVERYBODY = {"structs", "errors", "units"}
 ALLOWED = {
-    "cli": {"workflows", "render"},
+    "cli": {"workflows", "render", "options"},
+    "options": {"workflows"},
     "__main__": {"cli"},
     "render": set(),
     "workflows": {"facts", "planner", "serve", "measure", "weights", "engines"},
