@@ -90,6 +90,18 @@ def human(n_bytes: int) -> str:
     return f"{n_bytes} B"
 
 
+def duration(seconds: float) -> str:
+    """`0.4 s`, `18 s`, `2 m 31 s`, `3 h 05 m`."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} m {whole % 60:02} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02} m"
+
+
 def tokens(n: int) -> str:
     """`204,800`."""
     return f"{n:,}"

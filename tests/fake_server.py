@@ -3,7 +3,8 @@
     python tests/fake_server.py --host H --port P --alias NAME [behaviour ...]
 
 It listens before it "loads", answers 503 while it does, then serves /health, /props, /v1/models, /slots and
-/v1/chat/completions. Flags of the real server that it does not need are accepted and passed over.
+/v1/chat/completions. /completion reads a prompt of --read tokens, a batch of 512 every --batch-s, with the log lines
+and counters of the real one. Flags of the real server that it does not need are accepted and passed over.
 Only the standard library is imported: it starts in a few hundredths of a second.
 """
 
@@ -57,12 +58,73 @@ def options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--wrong-alias", action="store_true")
     parser.add_argument("--no-answer", choices=["error", "empty", "never", "garbage"])
     parser.add_argument("--thinks", action="store_true", help="the answer comes as reasoning_content")
+    parser.add_argument("--read", type=int, default=2048, help="tokens of every prompt that /completion gets")
+    parser.add_argument("--batch-s", type=float, default=0.05)
+    parser.add_argument("--wedge-at", type=int, help="stand still for ever once so many are read, the slot busy")
+    parser.add_argument("--mute", action="store_true", help="no GET but /health is answered while a prompt is read")
+    parser.add_argument("--die-at", type=int, help="exit with --exit-code once so many tokens are read")
     parser.add_argument("--print-env", help="write the environment there as JSON")
     parser.add_argument("--child", action="store_true", help="start a child of its own in the same group")
     return parser.parse_known_args(argv)[0]
 
 
+def say(text: str) -> None:
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()
+
+
+class Slot:
+    """The one slot: what it reads, and what was read since the start."""
+
+    def __init__(self) -> None:
+        self.busy = False
+        self.task, self.read, self.written, self.read_in_all, self.steps = -1, 0, 0, 0, 0
+        self.begun = time.monotonic()
+
+    def line(self, function: str, text: str) -> None:
+        micro = int((time.monotonic() - self.begun) * 1e6)
+        minutes, rest = divmod(micro, 60_000_000)
+        at = f"{minutes}.{rest // 1_000_000:02}.{rest // 1000 % 1000:03}.{rest % 1000:03}"
+        say(f"{at} I slot {function:>12}: id  0 | task {self.task} | {text}")
+
+    def take(self, opts: argparse.Namespace) -> None:
+        self.busy, self.read, self.written = True, 0, 0
+        self.task += 2
+        self.line("launch_slot_", "processing task, is_child = 0")
+        self.line("operator()", f"new prompt, n_ctx_slot = 65536, n_keep = 0, task.n_tokens = {opts.read}")
+        while self.read < opts.read:
+            time.sleep(opts.batch_s)
+            self.step(min(512, opts.read - self.read))
+            self.line(
+                "print_timing",
+                f"prompt processing, n_tokens = {self.read:>6}, progress = {self.read / opts.read:.2f}, "
+                f"t = {opts.batch_s * self.steps:>6.2f} s / {512 / max(opts.batch_s, 1e-3):.2f} tokens per second",
+            )
+            if opts.die_at is not None and self.read >= opts.die_at:
+                leave(opts)
+            if opts.wedge_at is not None and self.read >= opts.wedge_at:
+                time.sleep(3600)
+        self.line("release", f"stop processing: n_tokens = {self.read}, truncated = 0")
+        self.busy = False
+
+    def step(self, tokens: int) -> None:
+        self.read += tokens
+        self.read_in_all += tokens
+        self.steps += 1
+
+    def page(self) -> dict[str, object]:
+        idle: dict[str, object] = {"id": 0, "n_ctx": 2048, "speculative": False, "is_processing": self.busy}
+        if not self.busy:
+            return idle
+        more = {"id_task": self.task, "n_prompt_tokens": self.read + 512, "n_prompt_tokens_processed": self.read}
+        return idle | more | {"n_prompt_tokens_cache": 0, "next_token": [{"n_remain": 8, "n_decoded": self.written}]}
+
+    def counters(self) -> str:
+        return f"llamacpp:prompt_tokens_total {self.read_in_all}\nllamacpp:n_decode_total {self.steps}\n"
+
+
 class Handler(BaseHTTPRequestHandler):
+    slot: Slot
     opts: argparse.Namespace
     ready_at: float
 
@@ -92,18 +154,29 @@ class Handler(BaseHTTPRequestHandler):
             "/health": {"status": "ok"},
             "/props": {"model_alias": alias, "total_slots": 1, "default_generation_settings": {"n_ctx": 2048}},
             "/v1/models": {"data": [{"id": alias, "aliases": [alias], "meta": {"n_ctx": 2048}}]},
-            "/slots": [{"id": 0, "n_ctx": 2048, "is_processing": False}],
+            "/slots": [self.slot.page()],
         }
+        if self.opts.mute and self.slot.busy and self.path != "/health":
+            time.sleep(3600)
         if self.opts.api_key_file and self.path != "/health":
             with Path(self.opts.api_key_file).open() as keys:
                 if self.headers.get("Authorization") != "Bearer " + keys.readline().strip():
                     self.reply(401, {"error": {"message": "Invalid API Key", "code": 401}})
                     return
+        if self.path == "/metrics":
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(self.slot.counters().encode())
+            return
         self.reply(200, pages[self.path]) if self.path in pages else self.reply(404, {"error": "no such page"})
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))))
         if self.loading():
+            return
+        if self.path == "/completion":
+            self.slot.take(self.opts)
+            self.reply(200, {"content": "hi", "tokens_evaluated": self.opts.read})
             return
         if self.opts.no_answer == "never":
             time.sleep(3600)
@@ -167,7 +240,7 @@ def main() -> int:
     if opts.fail == "arg":
         sys.stderr.write(FAILURES["arg"])
         return 1
-    Handler.opts = opts
+    Handler.opts, Handler.slot = opts, Slot()
     Handler.ready_at = time.monotonic() + opts.load_s
     server = Server((opts.host, opts.port), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()

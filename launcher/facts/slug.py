@@ -156,10 +156,16 @@ def _slug(r: Reader, name: str, path: Path) -> Slug:
         thinking=r.get("thinking", boolean, None),
         chat_template=r.get("chat_template", text, None),
         api_key_file=r.get("api_key_file", text, None),
+        restarts=r.get("restart", slug_values.restarts, 0),
         extra_args=r.list_of("extra_args", slug_values.extra_arg),
     )
     r.done(
-        {"spec_n": "write drafter: {n_max: ...}", "n_ctx": "it belongs below serve", "port": "it belongs below serve"}
+        {
+            "restarts": "write restart: on-failure:2",
+            "spec_n": "write drafter: {n_max: ...}",
+            "n_ctx": "it belongs below serve",
+            "port": "it belongs below serve",
+        }
     )
     return slug
 

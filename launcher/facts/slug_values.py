@@ -26,6 +26,7 @@ SAMPLING_KEYS = (
     "repeat_last_n", "repeat_penalty", "presence_penalty", "frequency_penalty", "dry_multiplier", "dry_base",
 )  # fmt: skip
 WHOLE_SAMPLING_KEYS = ("top_k", "repeat_last_n")
+MOST_RESTARTS = 5
 _MOST_TOKENS = 2**31 - 1  # the engine keeps positions as int32
 
 # llama-server flags (b11434 `common/arg.cpp`, removed spellings included) that the launcher writes itself or whose
@@ -176,6 +177,17 @@ def endpoint(value: str) -> str:
         raise ValueError(msg)
     integer(1, 65535)(port)
     return value
+
+
+def restarts(value: str) -> int:
+    """How often: `off`, `on-failure` (once) or `on-failure:N`. Never without end: a load takes ten minutes."""
+    if value == "off":
+        return 0
+    found = re.fullmatch(r"on-failure(?::(\d+))?", value)
+    if found is None or not 1 <= int(found[1] or 1) <= MOST_RESTARTS:
+        msg = f"expected off, on-failure or on-failure:N with N from 1 to {MOST_RESTARTS}, found {value!r}"
+        raise ValueError(msg)
+    return int(found[1] or 1)
 
 
 def is_loopback(host: str) -> bool:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from launcher.structs import (
     DEVICE_TERMS,
     HOST_TERMS,
+    Activity,
     Audit,
     DevicePlan,
     Engine,
@@ -211,7 +212,14 @@ def status_document(servers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
     null where nothing was compared: a load log that could not be read, a record of an older version.
     """
-    return {"schema_version": SCHEMA, "servers": [_plain(s) for s in servers]}
+    return {"schema_version": SCHEMA, "servers": [{**_plain(s), "activity": _activity(s.get("activity"))} for s in servers]}
+
+
+def _activity(found: Activity | None) -> dict[str, Any] | None:
+    """What a server is doing; null unless it is up. left_s of a request is until its prompt is read."""
+    if found is None:
+        return None
+    return {**_plain(found), "requests": [{**_plain(r), "left_s": _finite(r.left_s)} for r in found.requests]}
 
 
 def switch_document(record: RunRecord, plan: Plan, launch: Launch | None, audit: Audit | None) -> dict[str, Any]:

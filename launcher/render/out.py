@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TextIO
 
 from launcher.errors import LauncherError
+from launcher.units import duration as duration
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -119,15 +120,3 @@ def shares(values: list[int], unit: int) -> list[int]:
     for i in by_remainder[: max(0, missing)]:
         whole[i] += 1
     return whole
-
-
-def duration(seconds: float) -> str:
-    """`0.4 s`, `18 s`, `2 m 31 s`, `3 h 05 m`."""
-    if seconds < 10:
-        return f"{seconds:.1f} s"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} m {whole % 60:02} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02} m"

@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from launcher.render import document, out
 from launcher.render.switch import card_line
-from launcher.structs import Audit, RunEnd, RunRecord, Source
+from launcher.structs import Activity, Audit, Request, RunEnd, RunRecord, Sample, Source
 from launcher.units import MIB, human, mib
 
 if TYPE_CHECKING:
     from rich.text import Text
+
+# A batch takes seconds on every rig: this long since the last one is worth a word.
+_STILL_S = 30.0
 
 
 def show(servers: Sequence[Mapping[str, Any]], *, as_json: bool = False) -> None:
@@ -34,14 +37,46 @@ def screen(servers: Sequence[Mapping[str, Any]]) -> Iterator[Text | str]:
             yield f"  launcher logs {record.slug} | launcher stop {record.slug} (forgets it)"
             continue
         style = "ok" if s["healthy"] else "note" if s["healthy"] is None else "no"
+        doing: Activity | None = s["activity"]
         busy = "" if s["requests"] is None else f", {s['requests']} of its streams busy"
         pid = record.server.pid if record.server else "-"
         memory = f", {human(s['rss_bytes'])} resident" if s["rss_bytes"] else ""
         yield out.line((f"{s['state']:<14}  ", style), f"{record.slug}  {document.url(record.host, record.port)}")
         kept = "" if s["keeper_alive"] else "; its keeper is gone, so nobody will note how it ends"
         yield f"  model {record.alias}, pid {pid}, up {out.duration(s['uptime_s'] or 0)}{memory}{busy}{kept}"
+        if record.restarts:
+            at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.restarted_at or record.started_at))
+            yield f"  started again by its keeper, {record.restarts} in all, last at {at} (launcher history)"
+        if doing is not None:
+            yield from activity_lines(doing, record)
         if record.audit is not None:
             yield from audit_lines(record.audit)
+
+
+def activity_lines(doing: Activity, record: RunRecord) -> Iterator[Text | str]:
+    """A line for every request that is worked on, and for how long nothing has moved."""
+    for request in doing.requests:
+        stream = f"stream {request.slot}: " if len(doing.requests) > 1 else ""
+        yield f"  {stream}{request_line(request)}"
+    if doing.wedged and doing.still_s is not None:
+        said = f"no progress for {out.duration(doing.still_s)}: it will not come back by itself"
+        yield out.line("  ", (said, "no"))
+        yield f"  launcher logs {record.slug} | launcher stop {record.slug}"
+    elif doing.still_s is not None and doing.still_s >= _STILL_S:
+        yield f"  the last progress was {out.duration(doing.still_s)} ago"
+
+
+def request_line(request: Request) -> str:
+    """`reading 41,000 of 60,300, 2 m 05 s left at 154 tok/s`; what is not known is left out."""
+    if request.written_tokens:
+        of = "" if request.prompt_tokens is None else f" after a prompt of {request.prompt_tokens:,}"
+        return f"writing, {request.written_tokens:,} tokens so far{of}"
+    if request.read_tokens is None:
+        return "reading"
+    of = "" if request.prompt_tokens is None else f" of {request.prompt_tokens:,}"
+    left = "" if request.left_s is None else f", {out.duration(request.left_s)} left"
+    rate = f" at {request.read_tps:,.0f} tok/s" if left and request.read_tps else ""
+    return f"reading {request.read_tokens:,}{of}{left}{rate}"
 
 
 def audit_lines(audit: Audit) -> Iterator[Text | str]:
@@ -82,7 +117,7 @@ def _how(end: RunEnd | None) -> str:
 
 
 def show_history(ends: Sequence[RunEnd], *, as_json: bool = False) -> int:
-    """Print every run that ended, the newest last."""
+    """Print every run that ended, the newest last; below one that failed what is known of why."""
     if as_json:
         out.document(document.history_document(ends))
         return 0
@@ -92,10 +127,42 @@ def show_history(ends: Sequence[RunEnd], *, as_json: bool = False) -> int:
         rows.append([
             time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(e.ended_at)),
             e.slug,
-            out.duration(max(0.0, e.ended_at - e.started_at)),
+            out.duration(max(0.0, e.ended_at - (e.began_at or e.started_at))),
             f"{e.reason} {f'({code})' if code else ''}".strip(),
             human(e.last_rss_bytes) if e.last_rss_bytes else "-",
             e.log_path,
         ])  # fmt: skip
-    out.show(out.table(rows, left=frozenset({0, 1, 3, 5})) if ends else ["nothing has ended yet"])
+    head, *lines = out.table(rows, left=frozenset({0, 1, 3, 5}))
+    shown: list[Text | str] = [head]
+    for e, text in zip(ends, lines, strict=True):
+        shown += [text, *why(e)]
+    out.show(shown if ends else ["nothing has ended yet"])
     return 0
+
+
+def why(end: RunEnd) -> Iterator[Text | str]:
+    """What the keeper saw around an end that nobody asked for: cause, kernel, requests, memory."""
+    if end.reason == "stopped":
+        return
+    said = []
+    if end.restarts:
+        said.append(f"had been started again {end.restarts} x")
+    if end.still_s is not None:
+        said.append(f"no progress for {out.duration(end.still_s)}")
+    if end.cause:
+        said.append(end.cause)
+    if end.oom_kills:
+        said.append(f"the kernel ended {end.oom_kills} of this group for want of memory")
+    said += [f"kernel: {line}" for line in end.kernel]
+    said += [f"was {request_line(r)}" for r in end.requests if not r.ended]
+    if end.samples:
+        said.append(f"memory before: {'; '.join(map(_sample, end.samples[-3:]))}")
+    for text in said:
+        yield from out.fold(f"  {text}", "    ")
+
+
+def _sample(sample: Sample) -> str:
+    """`141.2 GiB resident, host had 0.4 GiB left, 2.0 s before`."""
+    rss = "" if sample.rss_bytes is None else f"{human(sample.rss_bytes)} resident, "
+    host = "" if sample.host_available_bytes is None else f"host had {human(sample.host_available_bytes)} left, "
+    return f"{rss}{host}{out.duration(sample.before_s)} before"

@@ -146,6 +146,8 @@ _SIGNALS: dict[str, tuple[str, str, str]] = {
         "launcher setup {target} --verify-only",
     ),
 }
+# A shell, or a container, in between says a signal as 128 + its number.
+_BEHIND_A_SHELL = {128 + number: name for number, name in ((4, "SIGILL"), (7, "SIGBUS"), (9, "SIGKILL"))}
 # A disguise is more likely the nearer the plan came to the card's end.
 _NEAR_BYTES = 512 * MIB
 _ABOUT_CARDS = frozenset({"device-memory", "device-memory-disguised"})
@@ -159,6 +161,8 @@ def known_cause(log: str, exit_code: int | None, signal: str | None, plan: Plan 
     plan       names the card with the least headroom, and what host memory was needed
     """
     target = plan.target if plan else "TARGET"
+    if exit_code is not None and signal is None:
+        signal = _BEHIND_A_SHELL.get(exit_code)
     if signal in _SIGNALS:
         key, text, fix = _SIGNALS[signal]
         if key == "host-memory" and plan:

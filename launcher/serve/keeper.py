@@ -1,8 +1,11 @@
 """`python -m launcher.serve.keeper REQUEST`: the small parent that stays with a server and writes how it ended.
 
-It starts the RPC servers and the engine, keeps the run record true, samples memory, waits. It outlives the command
-line (own session, SIGHUP and SIGINT ignored); SIGTERM makes it end the server. When it is itself killed, the record
-still names every process, so `status` finds them and `stop` ends them.
+It starts the RPC servers and the engine, keeps the run record true, samples memory, watches whether a busy server gets
+on, waits. It outlives the command line (own session, SIGHUP and SIGINT ignored); SIGTERM makes it end the server. When
+it is itself killed, the record still names every process, so `status` finds them and `stop` ends them.
+
+Where the slug allows it, a server that was ready and crashed or is wedged is started again, a counted number of times.
+Never one that the kernel killed for want of memory: it would load for ten minutes and be killed again.
 """
 
 from __future__ import annotations
@@ -20,11 +23,17 @@ from types import FrameType
 from typing import Any
 
 from launcher.errors import EngineFailed, LauncherError
-from launcher.serve import native, state
+from launcher.facts.serve_log import STARTED_AGAIN
+from launcher.serve import alive, evidence, state
 from launcher.serve import rpc as rpc_room
+from launcher.serve.causes import known_cause
 from launcher.structs import ProcessId, RunEnd, RunRecord
+from launcher.units import duration
 
 GRACE_S = 20.0
+# Ends that somebody asked the server itself for, with a kill of their own: no failure.
+_TOLD = frozenset({0, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP})
+_READY_POLL_S = 1.0
 
 
 def main(request_path: str) -> int:
@@ -48,10 +57,13 @@ class Keeper:
             rpc = request["rpc"]
             self.rpc = rpc_room.RpcSpawn(hosts=tuple(rpc["hosts"]), server_path=rpc["path"], threads=rpc["threads"])
         self.sample_s = float(request["sample_s"])
+        self.wedged_s = float(request["wedged_s"])
+        self.most_restarts = int(request["restarts"])
         self.word_fd = int(request["word_fd"])
         self.children: list[subprocess.Popen[bytes]] = []
         self.server: subprocess.Popen[bytes] | None = None
         self.told_to_end = threading.Event()
+        self._next_health = 0.0
         signal.signal(signal.SIGTERM, self._on_term)
 
     def _on_term(self, _number: int, _frame: FrameType | None) -> None:
@@ -67,10 +79,8 @@ class Keeper:
             self._start_engine()
             assert self.server is not None
             self._say({"ok": True})
-            kills = _oom_kills()
-            rss = self._wait(self.server)
-            self._note_causes(kills)
-            self._end(self.server, rss)
+            while self._keep(self.server):
+                self._start_again()
         except (LauncherError, OSError) as failed:
             # Also when it cannot be written down which process it is: nobody could find it later.
             self._end_engine()
@@ -81,9 +91,44 @@ class Keeper:
             self._end_rpc()
         return 0
 
-    def _note_causes(self, kills_before: int) -> None:
+    def _keep(self, server: subprocess.Popen[bytes]) -> bool:
+        """Wait for the end of one server and write it down; whether it is to be started again."""
+        kills = evidence.oom_kills()
+        samples = evidence.Samples()
+        still_s = self._wait(server, samples)
+        after = evidence.oom_kills()
+        killed = None if after is None or kills is None else after - kills
+        self._note_causes(killed)
+        return self._end(server, samples, still_s, killed)
+
+    def _start_again(self) -> None:
+        """The same launch once more, its RPC servers too: they hold the state of a client that is gone.
+
+        Raises LauncherError, OSError; the record says failed then.
+        """
+        try:
+            self._end_rpc()
+            self.children = []
+            self.record = state.update(
+                self.record, state="starting", server=None, rpc_servers=(), ready_at=None,
+                restarts=self.record.restarts + 1, restarted_at=time.time(),
+            )  # fmt: skip
+            self._log(
+                f"{STARTED_AGAIN.removeprefix('launcher: ')} ({self.record.restarts} of at most {self.most_restarts})"
+            )
+            self._start_rpc()
+            self._start_engine()
+            # Asked between our look at the marker and the new server being known: nobody else will end it.
+            if state.stop_asked(self.record):
+                self._on_term(signal.SIGTERM, None)
+        except (LauncherError, OSError):
+            with contextlib.suppress(LauncherError):
+                self.record = state.update(self.record, state="failed", rpc_servers=())
+            raise
+
+    def _note_causes(self, killed: int | None) -> None:
         """Put into the log what the engine cannot know about its own end."""
-        if _oom_kills() > kills_before:
+        if killed:
             self._log("the kernel ended a process of this group for want of memory (oom_kill)")
         for child, host in zip(self.children, self.rpc.hosts if self.rpc else (), strict=False):
             if child.poll() is not None:
@@ -135,8 +180,8 @@ class Keeper:
     def _unwritable(self, error: OSError) -> LauncherError:
         return state.unwritable(Path(error.filename or self.record.log_path), error)
 
-    def _wait(self, server: subprocess.Popen[bytes]) -> int | None:
-        """Wait for the end, sampling resident memory; returns the last sample.
+    def _wait(self, server: subprocess.Popen[bytes], samples: evidence.Samples) -> float | None:
+        """Wait for the end, looking at memory and progress; for how long nothing had moved in one ended as wedged.
 
         A thread blocks in waitpid so that nothing polls for the hours that a server lives.
         """
@@ -147,48 +192,108 @@ class Keeper:
             ended.set()
 
         threading.Thread(target=wait, daemon=True).start()
-        rss: int | None = None
+        watch = alive.Watch(self.record, self.wedged_s)
         kill_at: float | None = None
+        still_s: float | None = None
         pause = 0.05  # longer and longer: a server that dies young leaves a sample too
         while not ended.wait(0.1 if kill_at else pause):
             pause = min(2 * pause, self.sample_s)
-            if not self.told_to_end.is_set() and state.stop_asked(self.record) is None:
+            ending = self.told_to_end.is_set() or still_s is not None
+            if not ending and state.stop_asked(self.record) is None:
                 # what it held while it served: one that was told to end gives its memory back first
-                rss = native.resident_bytes(self.record.server) or rss
-            if self.told_to_end.is_set():
+                samples.take(self.record.server)
+                if self._is_wedged(watch) and self._may_restart():
+                    still_s = watch.activity.still_s
+                    _signal_group(server.pid, signal.SIGTERM)
+                    ending = True
+            if ending:
                 if kill_at is None:
                     kill_at = time.monotonic() + GRACE_S
                 elif time.monotonic() > kill_at:
                     _signal_group(server.pid, signal.SIGKILL)
-        return rss
+        return still_s
 
-    def _end(self, server: subprocess.Popen[bytes], rss: int | None) -> None:
+    def _is_wedged(self, watch: alive.Watch) -> bool:
+        was = watch.activity.wedged
+        now = watch.tick()
+        if now.wedged and not was:
+            self._log(f"no progress for {duration(now.still_s or 0)} with {now.busy or 'a'} request(s) being worked on")
+        if self.record.restarts and self.record.ready_at is None and self._answers():
+            # of the first start the command line says so, once it has had an answer
+            with contextlib.suppress(LauncherError):
+                self.record = state.update(self.record, state="ready", ready_at=time.time())
+        return now.wedged
+
+    def _answers(self) -> bool:
+        from launcher.serve import server
+
+        if time.monotonic() < self._next_health:
+            return False
+        self._next_health = time.monotonic() + _READY_POLL_S
+        with server.client_of(self.record) as client:
+            return client.health() == 200
+
+    def _may_restart(self) -> bool:
+        return self.record.restarts < self.most_restarts
+
+    def _end(
+        self, server: subprocess.Popen[bytes], samples: evidence.Samples, still_s: float | None, killed: int | None
+    ) -> bool:
+        """Write down how it ended; whether it is to be started again."""
         stored = state.read(self.record.slug)
-        was_ready = stored is not None and stored.started_at == self.record.started_at and stored.state == "ready"
+        if stored is None or stored.started_at != self.record.started_at:
+            stored = self.record
+        was_ready = stored.state == "ready"
         by = state.stop_asked(self.record)
         wanted = self.told_to_end.is_set() or by is not None
         self._log(f"ended ({_how(server.returncode)})" + (f", asked for by {by}" if by else ""))
         code = server.returncode
+        name = None if code >= 0 else _name(-code)
+        kernel = () if wanted else evidence.about(self.record.server)
+        failure = "wedged" if still_s is not None else "crashed" if was_ready else "start failed"
+        reason = "stopped" if wanted else failure
+        cause = None if wanted or still_s is not None else self._cause(code, name, killed)
         end = RunEnd(
             slug=self.record.slug,
             pid=server.pid,
             started_at=self.record.started_at,
             ended_at=time.time(),
             exit_code=code if code >= 0 else None,
-            signal=None if code >= 0 else _name(-code),
-            reason="stopped" if wanted else "crashed" if was_ready else "start failed",
-            last_rss_bytes=rss,
+            signal=name,
+            reason=reason,
+            last_rss_bytes=samples.rss_bytes,
             log_path=self.record.log_path,
+            began_at=self.record.restarted_at or self.record.started_at,
+            ready_at=stored.ready_at if was_ready else None,
+            restarts=self.record.restarts,
+            still_s=still_s,
+            oom_kills=killed,
+            kernel=kernel,
+            samples=() if wanted else samples.before(time.monotonic()),
+            requests=evidence.last_requests(self.record),
+            cause=cause or "",
+            asked=self.record.asked,
         )
         # A full disk loses the line of history; it must not keep the RPC servers, or the record, alive.
         with contextlib.suppress(LauncherError):
             state.append_history(end)
+        alive.forget(self.record)
+        failed = reason == "wedged" or (reason == "crashed" and code not in _TOLD)
+        if failed and not killed and self._may_restart():
+            return True
         self._end_rpc()
         with contextlib.suppress(LauncherError):
             if wanted:
                 state.forget(self.record)
             else:
                 self.record = state.update(self.record, state="failed", rpc_servers=())
+        return False
+
+    def _cause(self, code: int, name: str | None, killed: int | None) -> str | None:
+        if name == "SIGKILL" and killed == 0:
+            return "somebody sent SIGKILL: the kernel counts no kill of this group for want of memory"
+        found = known_cause(alive.log_end(self.record.log_path, 65536), code if code >= 0 else None, name)
+        return found.text if found else None
 
     def _end_rpc(self) -> None:
         rpc_room.end(self.children)
@@ -226,20 +331,6 @@ def _name(number: int) -> str:
 
 def _how(code: int) -> str:
     return f"exit code {code}" if code >= 0 else _name(-code)
-
-
-def _oom_kills() -> int:
-    """How often the kernel killed in our cgroup for want of memory; 0 where that cannot be read."""
-    try:
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
-            hierarchy, _, path = line.partition("::")
-            if hierarchy == "0":
-                events = Path("/sys/fs/cgroup") / path.lstrip("/") / "memory.events"
-                pairs = dict(pair.split() for pair in events.read_text().splitlines())
-                return int(pairs.get("oom_kill", "0"))
-    except (OSError, ValueError):
-        pass
-    return 0
 
 
 if __name__ == "__main__":

@@ -15,9 +15,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import psutil
 
@@ -28,6 +29,9 @@ from launcher.serve.ports import free_port, port_free
 from launcher.serve.rpc import RpcSpawn, rpc_servers
 from launcher.structs import Launch, ProcessId, RunEnd, RunRecord
 
+# A busy server in which nothing moves for so long is wedged: a batch of 4096 tokens at 20 tokens a second, the slowest
+# that people bear, takes 205 s.
+WEDGED_S = 300.0
 _KEEP_LOGS = 10
 _STILL_S = 2.0
 _HANDED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -38,8 +42,21 @@ _keepers: list[subprocess.Popen[bytes]] = []
 # ---------------------------------------------------------------------------------------------- start
 
 
-def start(launch: Launch, slug_name: str, *, rpc: RpcSpawn | None = None, sample_s: float = 2.0) -> RunRecord:
+def start(
+    launch: Launch,
+    slug_name: str,
+    *,
+    rpc: RpcSpawn | None = None,
+    sample_s: float = 2.0,
+    wedged_s: float = WEDGED_S,
+    restarts: int = 0,
+    asked: Mapping[str, Any] | None = None,
+) -> RunRecord:
     """Start the launch under a keeper; back as soon as the server has a pid (`wait.wait_ready` waits for it).
+
+    wedged_s  a busy server is wedged when nothing moved for so long
+    restarts  how often its keeper may start it again when it crashed or is wedged
+    asked     what the person gave, for `switch -`
 
     Raises Refused (already-running, port-busy) before anything is started, EngineFailed (engine-start, rpc-start,
     keeper-died) when a process cannot be started; nothing is left behind then, nor after a Ctrl-C in here.
@@ -80,16 +97,18 @@ def start(launch: Launch, slug_name: str, *, rpc: RpcSpawn | None = None, sample
         log_path=str(_new_log(slug_name, now)),
         state="starting",
         started_at=now,
+        asked=dict(asked or {}),
     )
+    watching = {"sample_s": sample_s, "wedged_s": wedged_s, "restarts": restarts}
     try:
         state.write(record)
-        return _keep(record, launch, rpc, sample_s)
+        return _keep(record, launch, rpc, watching)
     except BaseException:
         stop(record)
         raise
 
 
-def _keep(record: RunRecord, launch: Launch, rpc: RpcSpawn | None, sample_s: float) -> RunRecord:
+def _keep(record: RunRecord, launch: Launch, rpc: RpcSpawn | None, watching: Mapping[str, float]) -> RunRecord:
     """Spawn the keeper, hand it the launch, wait for its word on the pipe."""
     request = state.runs_dir() / f".{state.stem(record.slug)}.{os.getpid()}.launch"
     read_end, write_end = os.pipe()
@@ -99,8 +118,8 @@ def _keep(record: RunRecord, launch: Launch, rpc: RpcSpawn | None, sample_s: flo
             "record": state.to_dict(record),
             "env": dict(launch.env),
             "rpc": None if rpc is None else {"hosts": rpc.hosts, "path": rpc.server_path, "threads": rpc.threads},
-            "sample_s": sample_s,
             "word_fd": write_end,
+            **watching,
         }
         state.write_json(request, document)  # owner only, and the keeper removes it: it holds the environment
         package = str(Path(launcher.__file__).parent.parent)
@@ -195,6 +214,10 @@ def stop(record: RunRecord, grace_s: float = 20.0) -> RunEnd | None:
     if live(record):
         with contextlib.suppress(Refused):
             state.ask_stop(record)
+        # Its keeper may have started it again since the record was read: one of us two sees what the other wrote.
+        stored = state.read(record.slug)
+        if stored is not None and stored.started_at == record.started_at:
+            record = stored
     if record.server is None and alive(record.keeper):
         _signal(record.keeper, signal.SIGTERM)
         _gone(record.keeper, grace_s)
@@ -218,6 +241,10 @@ def stop(record: RunRecord, grace_s: float = 20.0) -> RunEnd | None:
             reason="stopped",
             last_rss_bytes=last_rss,
             log_path=record.log_path,
+            began_at=record.restarted_at or record.started_at,
+            ready_at=record.ready_at,
+            restarts=record.restarts,
+            asked=record.asked,
         )
         with contextlib.suppress(Refused):
             state.append_history(end)

@@ -28,6 +28,7 @@ from typing import Any
 
 from launcher.errors import Locked, Refused
 from launcher.facts.paths import state_dir
+from launcher.serve import ends
 from launcher.serve.process import alive as alive
 from launcher.serve.process import identify as identify
 from launcher.serve.process import proc as proc
@@ -132,16 +133,20 @@ def write_json(path: Path, document: object, mode: int = 0o600) -> None:
     Raises Refused (state-unwritable); the file is as it was then.
     """
     with _writing(path):
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(handle, "wb", buffering=0) as out:
-                _write_all(out.fileno(), json.dumps(document, indent=1).encode())
-                os.fsync(out.fileno())
-            Path(name).chmod(mode)
-            Path(name).replace(path)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
+        _replace(path, json.dumps(document, indent=1).encode(), mode)
+
+
+def _replace(path: Path, data: bytes, mode: int = 0o600) -> None:
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb", buffering=0) as out:
+            _write_all(out.fileno(), data)
+            os.fsync(out.fileno())
+        Path(name).chmod(mode)
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
 
 
 def _write_all(handle: int, data: bytes) -> None:
@@ -183,6 +188,7 @@ def from_dict(document: object) -> RunRecord:
     fields["rpc_endpoints"] = tuple(fields["rpc_endpoints"])
     fields["argv"] = tuple(fields["argv"])
     fields["audit"] = _audit(fields.get("audit"))
+    fields["asked"] = dict(fields.get("asked") or {})
     return RunRecord(**fields)
 
 
@@ -271,14 +277,14 @@ def running() -> tuple[RunRecord, ...]:
 
 def survey() -> tuple[Seen, ...]:
     """Every record beside the truth: those whose server is gone say how it ended, if anybody saw it."""
-    ends = history()
-    return tuple(_seen(record, ends) for record in records())
+    ended = history()
+    return tuple(_seen(record, ended) for record in records())
 
 
-def _seen(record: RunRecord, ends: tuple[RunEnd, ...]) -> Seen:
+def _seen(record: RunRecord, ended: tuple[RunEnd, ...]) -> Seen:
     if live(record):
         return Seen(record=record, alive=True, end=None, how="running" if record.state == "ready" else "starting")
-    end = end_of(record, ends)
+    end = end_of(record, ended)
     return Seen(record=record, alive=False, end=end, how=describe(end))
 
 
@@ -316,15 +322,17 @@ def stop_asked(record: RunRecord) -> str | None:
 
 
 def append_history(end: RunEnd) -> None:
-    """Add one line; a line is one write, so that two keepers do not mix theirs. Raises Refused (state-unwritable)."""
-    line = json.dumps({"schema_version": SCHEMA, **asdict(end)}) + "\n"
+    """Add one line, and drop the oldest of a history over 1 MiB. Raises Refused (state-unwritable)."""
     path = history_path()
-    with _writing(path):
+    with _held(locks_dir() / "history.lock"), _writing(path):
         handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            os.write(handle, line.encode())
+            os.write(handle, ends.line_of(end).encode())
+            long = os.fstat(handle).st_size > ends.MOST_BYTES
         finally:
             os.close(handle)
+        if long:
+            _replace(path, ends.newest(path.read_text(encoding="utf-8", errors="replace"), ends.MOST_BYTES).encode())
 
 
 def history() -> tuple[RunEnd, ...]:
@@ -335,17 +343,12 @@ def history() -> tuple[RunEnd, ...]:
         return ()
     except PermissionError as error:
         raise _not_ours(history_path()) from error
-    ends = []
-    for line in lines:
-        with contextlib.suppress(ValueError, TypeError):
-            document = dict(json.loads(line))
-            ends.append(RunEnd(**{k: v for k, v in document.items() if k in RunEnd.__dataclass_fields__}))
-    return tuple(ends)
+    return tuple(end for end in map(ends.parse, lines) if end is not None)
 
 
-def end_of(record: RunRecord, ends: tuple[RunEnd, ...] | None = None) -> RunEnd | None:
-    """How exactly this run ended, None when nobody wrote it down."""
-    found = history() if ends is None else ends
+def end_of(record: RunRecord, among: tuple[RunEnd, ...] | None = None) -> RunEnd | None:
+    """How exactly this run ended, None when nobody wrote it down; of one that was started again, its last end."""
+    found = history() if among is None else among
     return next((e for e in reversed(found) if e.slug == record.slug and e.started_at == record.started_at), None)
 
 

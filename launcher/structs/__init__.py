@@ -44,13 +44,16 @@ from launcher.structs.plan import (
     WayOut,
 )
 from launcher.structs.run import (
+    Activity,
     Audit,
     AuditCard,
     AuditRow,
     Gate,
     ProcessId,
+    Request,
     RunEnd,
     RunRecord,
+    Sample,
 )
 from launcher.structs.slug import (
     DrafterRef,
@@ -64,6 +67,7 @@ from launcher.structs.slug import (
 )
 
 __all__ = [
+    "Activity",
     "Audit",
     "AuditCard",
     "AuditRow",
@@ -93,10 +97,12 @@ __all__ = [
     "ProcessId",
     "Range",
     "Refusal",
+    "Request",
     "RpcRef",
     "Rule",
     "RunEnd",
     "RunRecord",
+    "Sample",
     "Scalar",
     "ServeSettings",
     "Settings",

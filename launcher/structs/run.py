@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from launcher.structs.plan import Source
 
@@ -35,8 +36,62 @@ class ProcessId:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One request of a server, from its log and /slots; None is what neither says.
+
+    prompt_tokens  all of the prompt, cached ones too
+    read_tokens    how many of them are read
+    read_tps       prompt tokens a second
+    """
+
+    slot: int
+    task: int
+    prompt_tokens: int | None = None
+    read_tokens: int | None = None
+    written_tokens: int | None = None
+    read_tps: float | None = None
+    ended: bool = False
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds until the prompt is read, None when that cannot be told or it is."""
+        if self.prompt_tokens is None or self.read_tokens is None or not self.read_tps or self.written_tokens:
+            return None
+        return max(0, self.prompt_tokens - self.read_tokens) / self.read_tps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Activity:
+    """What a server is doing, judged by what moves: token counters and lines about requests.
+
+    busy     requests that are being worked on; None when neither /slots nor the log tells
+    still_s  how long nothing has moved while a request is being worked on; None when idle, or when nobody looked before
+    wedged   nothing moved for longer than any batch takes: it will not come back by itself
+    """
+
+    busy: int | None
+    requests: tuple[Request, ...] = ()
+    still_s: float | None = None
+    wedged: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """Memory a while before the end: of the server, and what the host had to give."""
+
+    before_s: float
+    rss_bytes: int | None
+    host_available_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
-    """One server of ours: written before it is started, kept until it ended."""
+    """One server of ours: written before it is started, kept until it ended.
+
+    started_at    identifies the run, also after its keeper started the server again (restarted_at is then)
+    asked         options, force and engine as a person gave them: what `switch -` asks for again
+    restarts      how often its keeper started the server again
+    """
 
     slug: str
     server: ProcessId | None
@@ -53,11 +108,23 @@ class RunRecord:
     started_at: float
     ready_at: float | None = None
     audit: Audit | None = None
+    asked: Mapping[str, Any] = field(default_factory=dict)
+    restarts: int = 0
+    restarted_at: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunEnd:
-    """How a server ended, as its keeper saw it: one line of `history`."""
+    """How a server ended, as its keeper saw it: one line of `history`.
+
+    began_at    start of this server; later than started_at when it had been started again
+    ready_at    None when it never was ready
+    still_s     how long nothing had moved in it, of one that was wedged
+    oom_kills   how often the kernel killed in our control group for want of memory; None where it does not say
+    kernel      its own lines about this process or a card
+    samples     memory, the oldest first
+    requests    the last ones; those not `ended` were being worked on
+    """
 
     slug: str
     pid: int
@@ -65,9 +132,19 @@ class RunEnd:
     ended_at: float
     exit_code: int | None
     signal: str | None
-    reason: str  # 'stopped', 'crashed', 'start failed'
+    reason: str  # 'stopped', 'crashed', 'start failed', 'wedged'
     last_rss_bytes: int | None
     log_path: str
+    began_at: float | None = None
+    ready_at: float | None = None
+    restarts: int = 0
+    still_s: float | None = None
+    oom_kills: int | None = None
+    kernel: tuple[str, ...] = ()
+    samples: tuple[Sample, ...] = ()
+    requests: tuple[Request, ...] = ()
+    cause: str = ""
+    asked: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

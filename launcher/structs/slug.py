@@ -113,4 +113,5 @@ class Slug:
     thinking: bool | None = None
     chat_template: str | None = None
     api_key_file: str | None = None
+    restarts: int = 0  # `restart:`, how often the keeper may start it again
     extra_args: tuple[str, ...] = ()

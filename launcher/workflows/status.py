@@ -1,4 +1,7 @@
-"""What runs, its log, its end; and what ended before. Servers are found by their own process, whoever started them."""
+"""What runs and how far it has read, its log, its end; and what ended before.
+
+Servers are found by their own process, whoever started them. A busy one is judged by what moves, see serve/alive.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +13,21 @@ from typing import Any
 import psutil
 
 from launcher.errors import EngineFailed, UsageError
-from launcher.serve import native, server, state
-from launcher.structs import RunEnd, RunRecord
+from launcher.serve import alive, native, server, state
+from launcher.structs import Activity, RunEnd, RunRecord
+from launcher.units import duration
 from launcher.workflows import switch
 
 _POLL_S = 0.2
+# One that does not answer /health is well when something moved in it as lately as this.
+_MOVED_S = 60.0
 
 
 def servers() -> tuple[Mapping[str, Any], ...]:
-    """One mapping a record: record, alive, state, healthy, requests, rss_bytes, uptime_s, keeper_alive, end.
+    """One mapping a record: record, alive, state, healthy, requests, activity, rss_bytes, uptime_s, keeper_alive, end.
 
-    state: 'ready', 'loading', 'not answering', or how it ended; healthy None while it loads.
+    state: 'ready', 'loading', 'busy' (too busy to answer, and getting on), 'wedged', 'not answering', or how it ended;
+    healthy None while it loads. activity: what it reads and writes, None unless it is up.
     """
     return tuple(_look(seen) for seen in state.survey())
 
@@ -33,6 +40,7 @@ def _look(seen: state.Seen) -> Mapping[str, Any]:
         "state": seen.how,
         "healthy": None if seen.alive else False,
         "requests": None,
+        "activity": None,
         "rss_bytes": None,
         "uptime_s": None,
         "keeper_alive": native.alive(record.keeper),
@@ -49,8 +57,14 @@ def _look(seen: state.Seen) -> Mapping[str, Any]:
         words[200] = ("RPC server gone", False)
     late = ("starting", None) if record.state == "starting" else ("not answering", False)
     found["state"], found["healthy"] = words.get(code, late)
-    found["requests"] = switch.requests_in_flight(record) if code == 200 else None
-    found["uptime_s"] = max(0.0, time.time() - record.started_at)
+    if code == 200 or record.state == "ready":
+        doing = alive.activity(record)
+        found["activity"], found["requests"] = doing, doing.busy
+        if doing.wedged:
+            found["state"], found["healthy"] = "wedged", False
+        elif code == 0 and doing.still_s is not None and doing.still_s < _MOVED_S:
+            found["state"], found["healthy"] = "busy", True
+    found["uptime_s"] = max(0.0, time.time() - (record.restarted_at or record.started_at))
     process = state.proc(record.server)
     try:
         found["rss_bytes"] = int(process.memory_info().rss) if process else None
@@ -71,9 +85,13 @@ def verdict(found: tuple[Mapping[str, Any], ...], *, check: bool) -> int:
         raise EngineFailed("nothing-running", "no server of ours runs", fix="launcher list, then: switch SLUG")
     bad = [s for s in alive if not s["healthy"]]
     if bad:
-        words = ", ".join(f"{s['record'].slug} is {s['state']}" for s in bad)
+        words = ", ".join(f"{s['record'].slug} is {s['state']}{_for_how_long(s['activity'])}" for s in bad)
         raise EngineFailed("not-healthy", words, fix=f"launcher logs {bad[0]['record'].slug}")
     return 0
+
+
+def _for_how_long(doing: Activity | None) -> str:
+    return f" for {duration(doing.still_s)}" if doing and doing.wedged and doing.still_s is not None else ""
 
 
 def logs(name: str | None, *, n_lines: int, follow: bool) -> Iterator[str]:

@@ -92,7 +92,8 @@ def run(
             for record in state.records():
                 if record.slug == target.name:
                     native.stop(record)  # what a killed keeper left behind
-            return _start(target, planned, progress, alone=not running)
+            asked = {"given": dict(given), "force": force, "engine": engine}
+            return _start(target, planned, progress, asked, alone=not running)
 
 
 @contextlib.contextmanager
@@ -175,10 +176,11 @@ def _settle(planned: Plan) -> None:
         time.sleep(0.5)
 
 
-def _start(target: Target, planned: Planned, progress: Progress, *, alone: bool) -> Switched:
+def _start(target: Target, planned: Planned, progress: Progress, asked: Mapping[str, Any], *, alone: bool) -> Switched:
     """Start, wait, compare. alone: nothing of ours was stopped for it, whose memory might still be coming back."""
     before = _free_bytes(planned.plan)
-    record = native.start(planned.launch, target.name, rpc=rpc_spawn(planned))
+    restarts = target.slug.restarts if target.slug else 0
+    record = native.start(planned.launch, target.name, rpc=rpc_spawn(planned), restarts=restarts, asked=asked)
     ready = False
     try:
         record = wait.wait_ready(record, plan=planned.plan, on_progress=progress.loading)

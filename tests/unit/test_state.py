@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from launcher.errors import Locked, Refused
-from launcher.serve import state
+from launcher.serve import ends, state
 from launcher.serve.ports import free_port
 from launcher.structs import ProcessId, RunEnd, RunRecord
 
@@ -361,3 +361,31 @@ def test_a_second_user_of_the_same_home_is_told_and_does_not_take_it_for_empty(
         pass
     done = subprocess.run([sys.executable, "-c", SECOND_USER], capture_output=True, text=True, check=False)
     assert done.stdout.splitlines() == ["state-not-ours", "state-not-ours", "state-unwritable"], done.stderr
+
+
+def test_history_is_bounded_and_keeps_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ends, "MOST_BYTES", 20_000)
+    for n in range(100):
+        state.append_history(replace(end(record()), ended_at=float(n)))
+        assert state.history_path().stat().st_size <= 20_000
+    kept = [e.ended_at for e in state.history()]
+    assert kept == [float(n) for n in range(100 - len(kept), 100)]
+    assert len(kept) > 10
+    assert state.history_path().stat().st_mode & 0o777 == 0o600
+
+
+def test_a_line_of_an_older_version_and_one_of_a_newer_are_read() -> None:
+    old = {
+        "schema_version": 1, "slug": "a/b", "pid": 7, "started_at": 1.0, "ended_at": 2.0, "exit_code": 1,
+        "signal": None, "reason": "crashed", "last_rss_bytes": None, "log_path": "/x.log",
+    }  # fmt: skip
+    found = ends.parse(json.dumps(old))
+    assert found is not None
+    assert (found.reason, found.samples, found.requests, found.oom_kills) == ("crashed", (), (), None)
+    newer = {**old, "more": 1, "requests": [{"slot": 0, "task": 1, "more": 1}], "samples": [], "kernel": ["x"]}
+    again = ends.parse(json.dumps(newer))
+    assert again is not None
+    assert (again.requests[0].task, again.kernel) == (1, ("x",))
+    assert ends.parse(ends.line_of(again)) == again
+    for broken in ("", "[]", "{}", "3", json.dumps({**old, "requests": 3}), json.dumps({**old, "samples": [3]})):
+        assert ends.parse(broken) is None

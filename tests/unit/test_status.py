@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 
+from launcher.errors import EngineFailed
 from launcher.measure import learned
 from launcher.measure.verify import audit
 from launcher.render import document
 from launcher.render import status as screen
 from launcher.render import switch as switch_screen
 from launcher.serve import state
-from launcher.structs import Audit, RunRecord, Source
+from launcher.structs import Activity, Audit, Request, RunEnd, RunRecord, Sample, Source
 from launcher.units import MIB
 from launcher.workflows import status, switch
 from tests.serve_builders import device_plan, engine, plan, rpc_device
@@ -58,10 +59,10 @@ def on_h200(used_mib: int | None, free_mib: int) -> Machine:
     return Machine(h200(free=free_mib * MIB, processes=[*h200()["processes"], ours]))
 
 
-def screen_of(record: RunRecord) -> str:
+def screen_of(record: RunRecord, doing: Activity | None = None) -> str:
     found = {
         "record": record, "alive": True, "state": "ready", "healthy": True, "requests": None, "rss_bytes": None,
-        "uptime_s": 1.0, "keeper_alive": True, "end": None,
+        "uptime_s": 1.0, "keeper_alive": True, "end": None, "activity": doing,
     }  # fmt: skip
     return "\n".join(str(line) for line in screen.screen([found]))
 
@@ -216,3 +217,97 @@ def test_a_bound_is_called_one(tmp_path: Path) -> None:
     found = audit(h200_plan(), replace(H200_LOG, compute_bytes={"CUDA0": 431 * MIB}))
     text = screen_of(record(tmp_path, audit=found))
     assert "  CUDA0 compute: planned 500 MiB (an upper bound), real 431 (-69)" in text
+
+
+# ------------------------------------------------------------------------------------- what it is doing
+
+
+READING = Request(slot=0, task=2, prompt_tokens=60_300, read_tokens=41_000, read_tps=154.4)
+
+
+def test_a_prompt_shows_how_far_it_is_read(tmp_path: Path) -> None:
+    text = screen_of(record(tmp_path), Activity(busy=1, requests=(READING,), still_s=4.0))
+    assert text.endswith("\n  reading 41,000 of 60,300, 2 m 05 s left at 154 tok/s")
+
+
+@pytest.mark.parametrize(
+    ("request_", "line"),
+    [
+        (Request(slot=0, task=2), "reading"),
+        (Request(slot=0, task=2, read_tokens=512), "reading 512"),
+        (Request(slot=0, task=2, read_tokens=512, prompt_tokens=900), "reading 512 of 900"),
+        (Request(slot=0, task=2, written_tokens=312), "writing, 312 tokens so far"),
+        (replace(READING, written_tokens=1), "writing, 1 tokens so far after a prompt of 60,300"),
+    ],
+)
+def test_what_is_not_known_is_left_out(request_: Request, line: str) -> None:
+    assert screen.request_line(request_) == line
+
+
+def test_streams_are_told_apart(tmp_path: Path) -> None:
+    two = Activity(busy=2, requests=(READING, Request(slot=1, task=3, written_tokens=7)), still_s=45.0)
+    lines = screen_of(record(tmp_path), two).splitlines()
+    assert lines[-3:] == [
+        "  stream 0: reading 41,000 of 60,300, 2 m 05 s left at 154 tok/s",
+        "  stream 1: writing, 7 tokens so far",
+        "  the last progress was 45 s ago",
+    ]
+
+
+def test_a_wedged_one_is_named_with_for_how_long(tmp_path: Path) -> None:
+    doing = Activity(busy=1, requests=(READING,), still_s=372.0, wedged=True)
+    assert "  no progress for 6 m 12 s: it will not come back by itself\n" in screen_of(record(tmp_path), doing)
+    found = {"record": record(tmp_path), "alive": True, "state": "wedged", "healthy": False, "activity": doing}
+    with pytest.raises(EngineFailed) as refused:
+        status.verdict((found,), check=True)
+    assert (refused.value.reference, refused.value.message) == ("not-healthy", "demo/a is wedged for 6 m 12 s")
+
+
+def test_the_document_says_when_it_will_be_read(tmp_path: Path) -> None:
+    found = {"record": record(tmp_path), "activity": Activity(busy=1, requests=(READING,), still_s=4.0)}
+    (server,) = json.loads(json.dumps(document.status_document([found])))["servers"]
+    (request_,) = server["activity"]["requests"]
+    assert request_["left_s"] == pytest.approx((60_300 - 41_000) / 154.4)
+    assert (request_["read_tokens"], request_["prompt_tokens"], server["activity"]["wedged"]) == (41_000, 60_300, False)
+    nobody = json.loads(json.dumps(document.status_document([{"record": record(tmp_path), "activity": None}])))
+    assert nobody["servers"][0]["activity"] is None
+
+
+def test_a_started_again_one_says_so(tmp_path: Path) -> None:
+    text = screen_of(record(tmp_path, restarts=1, restarted_at=time.time()))
+    assert "  started again by its keeper, 1 in all, last at 20" in text
+
+
+def test_history_says_in_the_morning_what_happened_at_night(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = "Out of memory: Killed process 4242 (llama-server) total-vm:196000000kB, anon-rss:141000000kB"
+    night = RunEnd(
+        slug="demo/a", pid=4242, started_at=1.0, ended_at=4000.0, exit_code=None, signal="SIGKILL", reason="crashed",
+        last_rss_bytes=141 * 1024**3, log_path=str(tmp_path / "a.log"), began_at=400.0, ready_at=1000.0, restarts=1,
+        oom_kills=1, kernel=(line,), requests=(replace(READING, slot=0), replace(READING, task=1, ended=True)),
+        samples=(Sample(before_s=2.0, rss_bytes=141 * 1024**3, host_available_bytes=400 * MIB),),
+        cause="the kernel killed it: host RAM (nothing else sends SIGKILL unasked)",
+    )  # fmt: skip
+    state.append_history(night)
+    assert status.history() == (night,)
+    screen.show_history(status.history())
+    head, row, *rest = capsys.readouterr().out.splitlines()
+    assert head.startswith("ended ")
+    assert "demo/a  1 h 00 m  crashed (SIGKILL)  141.0 GiB" in row
+    assert max(map(len, rest)) <= 100
+    said = " ".join(" ".join(rest).split())
+    for words in (
+        "had been started again 1 x", "host RAM", "the kernel ended 1 of this group for want of memory", line,
+        "was reading 41,000 of 60,300, 2 m 05 s left", "141.0 GiB resident, host had 400.0 MiB left, 2.0 s before",
+    ):  # fmt: skip
+        assert words in said
+    assert said.count("was reading") == 1
+    (doc,) = json.loads(json.dumps(document.history_document(status.history())))["runs"]
+    assert (doc["kernel"], doc["samples"][0]["before_s"], doc["requests"][0]["read_tokens"]) == ([line], 2.0, 41_000)
+
+
+def test_a_stop_needs_no_explanation(tmp_path: Path) -> None:
+    found = RunEnd(
+        slug="demo/a", pid=1, started_at=1.0, ended_at=2.0, exit_code=0, signal=None, reason="stopped",
+        last_rss_bytes=None, log_path=str(tmp_path / "a.log"), requests=(READING,),
+    )  # fmt: skip
+    assert list(screen.why(found)) == []
