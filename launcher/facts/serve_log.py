@@ -36,8 +36,7 @@ _LEAST_S = 0.5
 def parse_requests(log: str) -> tuple[Request, ...]:
     """Every request of the last server that the text names, in the order in which they came; what is not said is None.
 
-    The rate is that between a prompt's last two progress lines where lines carry the engine's clock, else the average
-    that the last one states.
+    The rate is that of a prompt's last batches where lines carry the engine's clock, else the average that one states.
     """
     found: dict[tuple[int, int], Request] = {}
     clock: dict[tuple[int, int], tuple[float, int]] = {}
@@ -47,15 +46,14 @@ def parse_requests(log: str) -> tuple[Request, ...]:
         text, at_s = match[7], _seconds(match)
         if total := _TOTAL.search(text):
             request = replace(request, prompt_tokens=int(total[1]))
-        elif progress := _READ.search(text):
-            read = int(progress[1] or progress[2])
-            average = float(progress[3]) if progress[3] else None
-            request = replace(request, read_tokens=read, read_tps=_rate(clock.get(key), at_s, read) or average)
-            if at_s is not None:
+        elif batch := _READ.search(text) or _CACHED.search(text):
+            read = int(next(n for n in batch.groups() if n))
+            average = float(batch[3]) if batch.re is _READ and batch[3] else None
+            rate = _rate(clock.get(key), at_s, read)
+            known = average or request.read_tps if at_s is None else rate or request.read_tps or average
+            request = replace(request, read_tokens=read, read_tps=known)
+            if at_s is not None and (rate or key not in clock):
                 clock[key] = (at_s, read)
-        elif cached := _CACHED.search(text):
-            read = int(cached[1])
-            request = replace(request, read_tokens=max(read, request.read_tokens or 0))
         elif prompt := _PROMPT.search(text):
             request = replace(request, read_tokens=request.prompt_tokens or int(prompt[1]), read_tps=float(prompt[2]))
         elif written := _WRITTEN.search(text):

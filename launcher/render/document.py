@@ -212,7 +212,10 @@ def status_document(servers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
     null where nothing was compared: a load log that could not be read, a record of an older version.
     """
-    return {"schema_version": SCHEMA, "servers": [{**_plain(s), "activity": _activity(s.get("activity"))} for s in servers]}
+    return {
+        "schema_version": SCHEMA,
+        "servers": [{**_plain(s), "activity": _activity(s.get("activity"))} for s in servers],
+    }
 
 
 def _activity(found: Activity | None) -> dict[str, Any] | None:

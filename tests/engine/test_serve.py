@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,8 +16,8 @@ import pytest
 
 from launcher.errors import EngineFailed
 from launcher.facts.engine import probe
-from launcher.serve import argv, native, rpc, server, state, wait
-from launcher.structs import Launch, Plan, Rule, Slug
+from launcher.serve import alive, argv, native, rpc, server, state, wait
+from launcher.structs import Activity, Launch, Plan, Rule, Slug
 from tests.engine.ports import free_port
 from tests.serve_builders import plan, rpc_device, settings, slug
 
@@ -136,3 +139,45 @@ def test_an_engine_rule_for_a_device_that_is_not_there_is_named(engine_path: Pat
         assert "a rule names a device that this engine does not have" in error.value.message
     finally:
         native.stop(record)
+
+
+def test_a_real_prefill_says_how_far_it_is(engine_path: Path, demo_model: Path) -> None:
+    """Half read, then stopped: `status` and the line of history both say where it was."""
+    p = plan(model=str(demo_model), settings=settings(n_ctx_per_stream=4096, n_batch=128, n_ubatch=128))
+    built = launch(engine_path, p)
+    record = wait.wait_ready(native.start(built, "demo/prefill"), plan=p)
+    try:
+        assert alive.activity(record).busy == 0
+        prompt = "the cat sat on a mat and " * 500
+
+        def ask() -> None:
+            with contextlib.suppress(server.httpx.HTTPError), server.client_of(record) as client:
+                client.complete(prompt, n_predict=4, cache_prompt=False)
+
+        asking = threading.Thread(target=ask, daemon=True)
+        asking.start()
+        seen: list[Activity] = []
+        deadline = time.monotonic() + 60
+        while not (seen and seen[-1].requests and (seen[-1].requests[0].read_tokens or 0) >= 512):
+            assert time.monotonic() < deadline
+            begun = time.monotonic()
+            seen.append(alive.activity(record))
+            assert time.monotonic() - begun < 5, "the question waited for its turn"
+            time.sleep(0.1)
+        found = seen[-1]
+        (request,) = found.requests
+        with server.client_of(record) as client:
+            real = len(client._http.post("/tokenize", json={"content": prompt}).json()["tokens"])
+        assert request.prompt_tokens == real
+        assert (found.busy, found.wedged) == (1, False)
+        assert request.left_s is not None
+        assert 0 < request.left_s < 300
+        reads = [a.requests[0].read_tokens or 0 for a in seen if a.requests]
+        assert reads == sorted(reads)
+        assert len(set(reads)) > 2, "it was seen to move"
+    finally:
+        end = native.stop(record, grace_s=2)
+    assert end is not None
+    last = end.requests[-1]
+    assert (last.prompt_tokens, last.ended) == (real, False)
+    assert 512 <= (last.read_tokens or 0) < real
