@@ -18,6 +18,7 @@ from typer.core import TyperGroup
 from launcher.errors import LauncherError
 from launcher.options import (
     BackendOpt,
+    BackTargetArg,
     EngineOpt,
     ForceOpt,
     JsonOpt,
@@ -226,7 +227,7 @@ app.command("pull", hidden=True)(setup)
 @app.command()
 @with_overrides
 def switch(
-    *, target: TargetArg, given: dict[str, Any], engine: EngineOpt = None, force: ForceOpt = False,
+    *, target: BackTargetArg, given: dict[str, Any], engine: EngineOpt = None, force: ForceOpt = False,
     yes: YesOpt = False, as_json: JsonOpt = False,
 ) -> int:  # fmt: skip
     """Plan, check, then stop what runs, start, wait, compare."""
@@ -262,6 +263,17 @@ def status(
     servers = workflow.servers()
     screen.show(servers, as_json=as_json)
     return workflow.verdict(servers, check=check)
+
+
+@app.command()
+def attach(slug: MaybeSlugArg = None, as_json: JsonOpt = False) -> int:
+    """The loading view again; Ctrl-C ends only the view."""
+    from launcher.render import switch as screen
+    from launcher.workflows import attach as workflow
+
+    with screen.Progress(as_json=as_json) as progress:
+        found = workflow.run(slug, progress)
+    return screen.show_attached(found.record, found.n_ctx, found.n_parallel, found.activity, as_json=as_json)
 
 
 @app.command()

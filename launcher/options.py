@@ -25,6 +25,14 @@ TargetArg = Annotated[
         metavar="TARGET", help="A slug (or a unique ending of one) or a .gguf file.", autocompletion=_complete_slug
     ),
 ]
+BackTargetArg = Annotated[
+    str,
+    typer.Argument(
+        metavar="TARGET|-",
+        help="As for plan; - goes back to what ran before, with the options that it had.",
+        autocompletion=_complete_slug,
+    ),
+]
 SlugArg = Annotated[str, typer.Argument(metavar="SLUG", help="A slug.", autocompletion=_complete_slug)]
 MaybeSlugArg = Annotated[
     str | None, typer.Argument(metavar="[SLUG]", help="A slug; the one that runs.", autocompletion=_complete_slug)

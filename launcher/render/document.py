@@ -225,6 +225,11 @@ def _activity(found: Activity | None) -> dict[str, Any] | None:
     return {**_plain(found), "requests": [{**_plain(r), "left_s": _finite(r.left_s)} for r in found.requests]}
 
 
+def attach_document(record: RunRecord, doing: Activity) -> dict[str, Any]:
+    """A server that is ready, and what it is doing."""
+    return {"schema_version": SCHEMA, "server": server_document(record), "activity": _activity(doing)}
+
+
 def switch_document(record: RunRecord, plan: Plan, launch: Launch | None, audit: Audit | None) -> dict[str, Any]:
     """What `switch` did: the server, the plan that it runs, planned against real bytes."""
     return {

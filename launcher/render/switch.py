@@ -5,15 +5,16 @@ from __future__ import annotations
 import shlex
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from launcher.render import document, out, preflight
 from launcher.render import plan as plan_screen
+from launcher.render.activity import activity_lines
 from launcher.render.progress import Line, Rate, amounts, bar
 from launcher.render.tradeoffs import between
-from launcher.structs import Audit, AuditCard, Gate, Launch, Plan, RunRecord
+from launcher.structs import Activity, Audit, AuditCard, Gate, Launch, Plan, RunRecord
 from launcher.units import MIB, gib, mib
 
 if TYPE_CHECKING:
@@ -42,6 +43,10 @@ class Progress:
         head = (f"{label:<{_LABEL}}", style) if style else f"{label:<{_LABEL}}"
         first, *more = out.fold(text, "", out.WIDTH - _LABEL)
         out.show([out.line(head, first), *(" " * _LABEL + part for part in more)], stderr=self._stderr)
+
+    def back(self, slug: str, options: Sequence[str]) -> None:
+        """`switch -`: what it goes back to."""
+        self._say("back", f"to {shlex.join([slug, *options])}")
 
     def planned(self, plan: Plan, seconds: float) -> None:
         """The placement that will be started."""
@@ -108,6 +113,8 @@ class Progress:
     def loading(self, stage: str, done: int, total: int | None, seconds: float) -> None:
         """The moving line."""
         new, self._stage = stage != self._stage, stage
+        if new and stage == "loading" and self._line.is_terminal:
+            self._say("", "safe to disconnect: `launcher attach` brings this view back")
         if stage == "loading" and total:
             rate = self._rate.add(time.monotonic(), done)
             self._line.text(f"{'load':<{_LABEL}}{bar(done, total)} {amounts(done, total, rate)}", force=new)
@@ -115,6 +122,11 @@ class Progress:
             self._line.text(
                 f"{stage:<{_LABEL}} {out.duration(seconds)}" if self._line.is_terminal else stage, force=new
             )
+
+    def left(self, record: RunRecord) -> None:
+        """`attach` was ended, the server goes on."""
+        pid = f"pid {record.server.pid}" if record.server else "starting"
+        self._say("left", f"only this view: {record.slug} goes on ({pid}); launcher attach | launcher status", "note")
 
     def audited(self, audit: Audit | None) -> None:
         """Planned against real bytes, one line a device."""
@@ -158,19 +170,30 @@ def show(record: RunRecord, plan: Plan, launch: Launch | None, audit: Audit | No
     if as_json:
         out.document(document.switch_document(record, plan, launch, audit))
     else:
-        out.show(ready(record, plan))
+        out.show(ready(record, plan.settings.n_ctx_per_stream, plan.settings.n_parallel))
     return 0
 
 
-def ready(record: RunRecord, plan: Plan) -> Iterator[Text | str]:
-    """READY, the URL, and a line that can be pasted."""
+def show_attached(
+    record: RunRecord, n_ctx: int | None, n_parallel: int | None, doing: Activity, *, as_json: bool = False
+) -> int:
+    """Print the server that is ready, and what it is doing."""
+    if as_json:
+        out.document(document.attach_document(record, doing))
+        return 0
+    out.show(ready(record, n_ctx, n_parallel))
+    out.show(activity_lines(doing, record))
+    return 0
+
+
+def ready(record: RunRecord, n_ctx: int | None, n_parallel: int | None) -> Iterator[Text | str]:
+    """READY, the URL, and a line that can be pasted. n_ctx is of one stream."""
     url = document.url(record.host, record.port)
-    took = out.duration((record.ready_at or record.started_at) - record.started_at)
-    streams = f"{plan.settings.n_parallel} stream{'s' if plan.settings.n_parallel > 1 else ''}"
-    yield out.line(
-        (f"{'READY':<{_LABEL}}", "ok"),
-        f"{url}  model {record.alias}  {plan.settings.n_ctx_per_stream or 0:,} tokens, {streams}     {took}",
-    )
+    took = out.duration((record.ready_at or record.started_at) - (record.restarted_at or record.started_at))
+    tokens = "" if n_ctx is None else f"{n_ctx:,} tokens"
+    streams = "" if n_parallel is None else f"{n_parallel} stream{'s' if n_parallel > 1 else ''}"
+    size = ", ".join(filter(None, (tokens, streams)))
+    yield out.line((f"{'READY':<{_LABEL}}", "ok"), f"{url}  model {record.alias}  {size}     {took}")
     body = f'{{"model": "{record.alias}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
     yield f"{'':<{_LABEL}}curl {url}/chat/completions -H 'Content-Type: application/json' -d '{body}'"
     yield f"{'':<{_LABEL}}launcher status | logs -f | stop {shlex.quote(record.slug)}"

@@ -138,6 +138,14 @@ def _log_of(name: str | None) -> tuple[Path, RunRecord | None]:
     return Path(record.log_path), record
 
 
+def running_one(name: str | None) -> RunRecord:
+    """The server of that name that runs or is being started, or the only one.
+
+    Raises UsageError (several-run, not-running).
+    """
+    return _one(name, state.running())
+
+
 def stop(name: str | None) -> tuple[tuple[RunRecord, RunEnd | None], ...]:
     """Stop the server of that name, or the only one; nothing to stop is no error.
 

@@ -24,7 +24,7 @@ from launcher.serve import native, server, state, wait
 from launcher.serve.rpc import RpcSpawn
 from launcher.structs import Audit, Engine, Gate, Plan, RunRecord
 from launcher.units import MIB
-from launcher.workflows import overrides, plan, preflight
+from launcher.workflows import back, overrides, plan, preflight
 from launcher.workflows import target as targets
 from launcher.workflows.plan import Planned
 from launcher.workflows.target import Target
@@ -37,6 +37,9 @@ _SETTLED_BYTES = 200 * MIB
 
 class Progress(Protocol):
     """Where `switch` says what it does; `render` draws it."""
+
+    def back(self, slug: str, options: tuple[str, ...]) -> None:
+        """`switch -`: what it goes back to, with which options."""
 
     def planned(self, plan: Plan, seconds: float) -> None:
         """The placement that will be started."""
@@ -78,7 +81,15 @@ class Switched:
 def run(
     text: str, given: Mapping[str, Any], *, engine: str | None, force: bool, yes: bool, progress: Progress
 ) -> Switched:
-    """`switch`. Raises UsageError, SlugInvalid, Refused (a gate; needs-yes, not-stopped), EngineFailed, Locked."""
+    """`switch`; `-` is what ran before, as it was asked for then, options given now on top.
+
+    Raises UsageError, SlugInvalid, Refused (a gate; needs-yes, not-stopped), EngineFailed, Locked.
+    """
+    if text == "-":
+        last = back.before()
+        text, given = last.slug, {**last.given, **given}
+        force, engine = force or last.force, engine or last.engine
+        progress.back(text, tuple(overrides.words(given)))
     with _told(progress.kept, state.running):
         target = targets.resolve(text)
     with _terminated_as_interrupted(), state.lock(LOCK):

@@ -18,6 +18,7 @@ from launcher.measure.verify import audit
 from launcher.render import document
 from launcher.render import status as screen
 from launcher.render import switch as switch_screen
+from launcher.render.activity import request_line
 from launcher.serve import state
 from launcher.structs import Activity, Audit, Request, RunEnd, RunRecord, Sample, Source
 from launcher.units import MIB
@@ -241,7 +242,7 @@ def test_a_prompt_shows_how_far_it_is_read(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_not_known_is_left_out(request_: Request, line: str) -> None:
-    assert screen.request_line(request_) == line
+    assert request_line(request_) == line
 
 
 def test_streams_are_told_apart(tmp_path: Path) -> None:
