@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from launcher.cli_service import services
 from launcher.errors import LauncherError
 from launcher.options import (
     BackendOpt,
@@ -117,6 +118,7 @@ app = typer.Typer(
 )
 engines = typer.Typer(help="Which llama-server: list, choose, build, look at.", no_args_is_help=True)
 app.add_typer(engines, name="engine", rich_help_panel=None)
+app.add_typer(services, name="service", rich_help_panel=None)
 
 
 def _print_version(wanted: bool) -> None:
@@ -241,14 +243,19 @@ def switch(
 
 @app.command()
 @with_overrides
-def run(*, target: TargetArg, given: dict[str, Any], engine: EngineOpt = None, force: ForceOpt = False) -> int:
+def run(
+    *, target: TargetArg, given: dict[str, Any], engine: EngineOpt = None, force: ForceOpt = False,
+    cards: Annotated[
+        str | None, typer.Option("--cards", metavar="UUIDS", help="Refuse a plan that is not on these cards.")
+    ] = None,
+) -> int:  # fmt: skip
     """Plan, check, then become llama-server in the foreground.
 
     For systemd, llama-swap, tmux: servers that `switch` started are left alone.
     """
     from launcher.workflows import run as workflow
 
-    return workflow.run(target, given, engine=engine, force=force)
+    return workflow.run(target, given, engine=engine, force=force, cards=cards)
 
 
 @app.command()

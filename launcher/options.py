@@ -37,6 +37,8 @@ SlugArg = Annotated[str, typer.Argument(metavar="SLUG", help="A slug.", autocomp
 MaybeSlugArg = Annotated[
     str | None, typer.Argument(metavar="[SLUG]", help="A slug; the one that runs.", autocompletion=_complete_slug)
 ]
+ServiceArg = Annotated[str, typer.Argument(metavar="TARGET", help="The target of a unit, or a unique ending of it.")]
+MaybeServiceArg = Annotated[str | None, typer.Argument(metavar="[TARGET]", help="The target of a unit; all of them.")]
 JsonOpt = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 YesOpt = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask before a running server is stopped.")]
 ForceOpt = Annotated[bool, typer.Option("--force", help="Serve a slug that is not in production; opens no other gate.")]
@@ -71,19 +73,6 @@ OVERRIDES: dict[str, tuple[Any, tuple[str, ...], str | None, str]] = {
     "margin": (str, ("--margin",), "SIZE", "Memory kept free on each device."),
     "reserve": (list[str], ("--reserve",), "NAME=SIZE", "Memory of a device that is not ours: CUDA0=6GiB."),
     "drafter": (str, ("--drafter", "-md", "--model-draft", "--spec-draft-model"), "FILE|off", "Draft model."),
-    "drafter_device": (
-        str,
-        ("--drafter-device", "-devd", "--device-draft", "--spec-draft-device"),
-        "NAME|host",
-        "Device of the draft model.",
-    ),
-    "drafter_layers": (
-        int,
-        ("--drafter-layers", "-ngld", "--gpu-layers-draft", "--spec-draft-ngl"),
-        "N",
-        "Layers of the draft model on devices, counted from its last, the output.",
-    ),
-    "drafter_experts": (str, ("--drafter-experts",), "auto|host", "Routed experts of the draft model."),
     "drafter_device": (
         str,
         ("--drafter-device", "-devd", "--device-draft", "--spec-draft-device"),

@@ -27,6 +27,7 @@ from launcher.structs import (
     Refusal,
     RunEnd,
     RunRecord,
+    Service,
     Slug,
 )
 
@@ -251,6 +252,11 @@ def stopped_document(ends: Sequence[tuple[RunRecord, RunEnd | None]]) -> dict[st
 def history_document(ends: Sequence[RunEnd]) -> dict[str, Any]:
     """Every run that ended, oldest first."""
     return {"schema_version": SCHEMA, "runs": [_plain(e) for e in ends]}
+
+
+def service_document(services: Sequence[Service]) -> dict[str, Any]:
+    """systemd units of ours; `path` is null for one that was only printed, `state` where no systemd answers."""
+    return {"schema_version": SCHEMA, "services": [_plain(s) for s in services]}
 
 
 def engine_document(engine: Engine) -> dict[str, Any]:

@@ -54,6 +54,7 @@ from launcher.structs.run import (
     RunEnd,
     RunRecord,
     Sample,
+    Service,
 )
 from launcher.structs.slug import (
     DrafterRef,
@@ -105,6 +106,7 @@ __all__ = [
     "Sample",
     "Scalar",
     "ServeSettings",
+    "Service",
     "Settings",
     "ShardInfo",
     "Slug",

@@ -148,6 +148,23 @@ class RunEnd:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Service:
+    """One unit. path is where it lies, None when it was only printed; notes are worth saying, commands to be pasted.
+
+    state  as `systemctl is-active` says it; None where no systemd answers
+    """
+
+    target: str
+    name: str
+    path: str | None
+    text: str
+    cards: tuple[str, ...] = ()
+    state: str | None = None
+    notes: tuple[str, ...] = ()
+    commands: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AuditRow:
     """Planned against real bytes of one kind on one device; shown: far enough apart that a person should see it."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -17,7 +18,7 @@ import pytest
 
 import launcher
 from launcher.measure import learned
-from launcher.serve import native, state
+from launcher.serve import native, service, state
 from launcher.structs import Source
 from launcher.units import MIB
 from launcher.workflows import plan, target
@@ -161,3 +162,40 @@ def test_a_drafter_that_the_engine_cannot_measure_is_said_in_plain_words(
     assert done.returncode == (0 if doc["fits"] else 6)
     assert "the engine's dry run cannot measure this drafter: its numbers are formulas" in doc["warnings"]
     assert "operator()" not in done.stdout + done.stderr
+
+
+def test_the_run_line_of_a_service_serves(
+    models_here: Path, launcher_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As systemd would start it: the unit's environment and no other, the root folder, then SIGTERM."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "xdg"))
+    port = free_port()
+    path = launcher_home / "config" / "slugs" / "t" / "day.yaml"
+    path.parent.mkdir(parents=True)
+    path.write_text(
+        f"schema: 1\nstatus: production\ntitle: t\nmodel: {{file: {models_here.name}}}\n"
+        f"serve: {{port: {port}, alias: tiny, n_ctx: 512, cache_ram: 0, checkpoints: 1}}\n"
+    )
+    assert child("service", "install", "t/day").returncode == 0
+    said = service.read((service.user_folder() / service.unit_name("t/day")).read_text())["Service"]
+    env = dict(w.split("=", 1) for v in said["Environment"] for w in service.words_of(v, command=False))
+    words = service.words_of(said["ExecStart"][0])
+    bare = {"HOME": str(tmp_path), "PATH": "/usr/bin:/bin", **env}
+    with subprocess.Popen(words, env=bare, cwd="/", stdin=subprocess.DEVNULL, stderr=subprocess.PIPE) as server:
+        try:
+            deadline = time.monotonic() + 60
+            status = 0
+            while status != 200:
+                assert server.poll() is None, server.communicate()[1]
+                assert time.monotonic() < deadline
+                with contextlib.suppress(httpx.HTTPError):
+                    status = httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False).status_code
+                time.sleep(0.05)
+            question = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+            url = f"http://127.0.0.1:{port}/v1/chat/completions"
+            answer = httpx.post(url, json=question, timeout=60, trust_env=False)
+            assert answer.json()["usage"]["completion_tokens"] > 0
+        finally:
+            server.terminate()
+            server.communicate(timeout=30)
+    assert server.returncode == 0, "systemd sees a clean end and does not restart it"

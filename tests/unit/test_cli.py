@@ -741,6 +741,7 @@ def test_every_command_and_override_is_in_the_docs() -> None:
     text = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
     names = [c.name or c.callback.__name__ for c in cli.app.registered_commands if c.callback and not c.hidden]
     names += [f"engine {c.name}" for c in cli.engines.registered_commands]
+    names += [f"service {c.name}" for c in cli.services.registered_commands]
     assert [n for n in names if f"| `{n}" not in text] == []
     words = [w for _, spellings, _, _ in options.OVERRIDES.values() for s in spellings for w in s.split("/")]
     assert [w for w in words if f"`{w}`" not in text] == []

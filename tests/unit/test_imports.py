@@ -13,7 +13,8 @@ import launcher
 PACKAGE = Path(launcher.__file__).parent
 EVERYBODY = {"structs", "errors", "units"}
 ALLOWED = {
-    "cli": {"workflows", "render", "options"},
+    "cli": {"workflows", "render", "options", "cli_service"},
+    "cli_service": {"workflows", "render", "options"},
     "options": {"workflows"},
     "__main__": {"cli"},
     "render": set(),
