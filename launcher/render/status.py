@@ -32,6 +32,8 @@ def screen(servers: Sequence[Mapping[str, Any]]) -> Iterator[Text | str]:
         record: RunRecord = s["record"]
         if not s["alive"]:
             yield out.line((f"{s['state']:<14}  ", "no"), f"{record.slug}  was on :{record.port}")
+            if s["end"] is not None:
+                yield from why(s["end"])
             yield f"  launcher logs {record.slug} | launcher stop {record.slug} (forgets it)"
             continue
         style = "ok" if s["healthy"] else "note" if s["healthy"] is None else "no"

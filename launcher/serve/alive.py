@@ -158,21 +158,16 @@ class Watch:
         return self._mark != before
 
 
-def note_path(slug: str) -> Path:
-    """Where the keeper leaves what it saw, for `status`."""
-    return state.runs_dir() / f"{state.stem(slug)}.alive"
-
-
 def forget(record: RunRecord) -> None:
     """Drop the keeper's note."""
     with contextlib.suppress(OSError):
-        note_path(record.slug).unlink(missing_ok=True)
+        state.note_path(record.slug).unlink(missing_ok=True)
 
 
 def _write_note(record: RunRecord, activity: Activity) -> None:
     # Not synced: it is worth nothing after a crash of the machine, and is written every few seconds.
     now = time.time()
-    path = note_path(record.slug)
+    path = state.note_path(record.slug)
     note = {"started_at": record.started_at, "looked_at": now, "moved_at": now - (activity.still_s or 0.0)}
     half = path.with_name(f".{path.name}.half")
     with contextlib.suppress(OSError):
@@ -190,7 +185,7 @@ class _Note:
 def _read_note(record: RunRecord) -> _Note | None:
     """The keeper's last look at exactly this run, None when there is none that is fresh."""
     try:
-        found = json.loads(note_path(record.slug).read_text(encoding="utf-8"))
+        found = json.loads(state.note_path(record.slug).read_text(encoding="utf-8"))
         seen = found["activity"]
         requests = tuple(Request(**r) for r in seen["requests"])
         activity = Activity(**{**seen, "requests": requests})

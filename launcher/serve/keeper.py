@@ -202,7 +202,7 @@ class Keeper:
             if not ending and state.stop_asked(self.record) is None:
                 # what it held while it served: one that was told to end gives its memory back first
                 samples.take(self.record.server)
-                if self._is_wedged(watch) and self._may_restart():
+                if self._is_wedged(watch) and self._may_restart() and self._stored().state == "ready":
                     still_s = watch.activity.still_s
                     _signal_group(server.pid, signal.SIGTERM)
                     ending = True
@@ -233,6 +233,11 @@ class Keeper:
         with server.client_of(self.record) as client:
             return client.health() == 200
 
+    def _stored(self) -> RunRecord:
+        """Our record as it lies on disk. Until it says ready, it is the command line that waits and gives up."""
+        stored = state.read(self.record.slug)
+        return stored if stored is not None and stored.started_at == self.record.started_at else self.record
+
     def _may_restart(self) -> bool:
         return self.record.restarts < self.most_restarts
 
@@ -240,9 +245,7 @@ class Keeper:
         self, server: subprocess.Popen[bytes], samples: evidence.Samples, still_s: float | None, killed: int | None
     ) -> bool:
         """Write down how it ended; whether it is to be started again."""
-        stored = state.read(self.record.slug)
-        if stored is None or stored.started_at != self.record.started_at:
-            stored = self.record
+        stored = self._stored()
         was_ready = stored.state == "ready"
         by = state.stop_asked(self.record)
         wanted = self.told_to_end.is_set() or by is not None

@@ -2,7 +2,8 @@
 
     state/runs/<slug>.json   a server that was started and not yet forgotten
     state/runs/<slug>.stop   somebody asked for its end (who, and when): not a crash
-    state/history.jsonl      how each ended, one line, appended
+    state/runs/<slug>.alive  what its keeper last saw of it while it was busy
+    state/history.jsonl      how each ended, one line, appended; the newest of the last MiB
     state/logs/  state/locks/
 
 Files are replaced whole, so a reader never sees half a record. Nothing here starts or ends a process. What cannot be
@@ -262,6 +263,7 @@ def forget(record: RunRecord) -> None:
             with _writing(record_path(record.slug)):
                 record_path(record.slug).unlink(missing_ok=True)
                 marker_path(record.slug).unlink(missing_ok=True)
+                note_path(record.slug).unlink(missing_ok=True)
 
 
 def records() -> tuple[RunRecord, ...]:
@@ -303,6 +305,11 @@ def describe(end: RunEnd | None) -> str:
 def marker_path(slug: str) -> Path:
     """The file that says that an end was asked for."""
     return runs_dir() / f"{stem(slug)}.stop"
+
+
+def note_path(slug: str) -> Path:
+    """The file in which a keeper leaves what it saw of a busy server, for `status`."""
+    return runs_dir() / f"{stem(slug)}.alive"
 
 
 def ask_stop(record: RunRecord) -> None:

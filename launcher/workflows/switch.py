@@ -14,13 +14,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
-import httpx
-
 from launcher.errors import DeviceUnusable, LauncherError, Refused
 from launcher.facts import devices as device_facts
 from launcher.facts import load_log
 from launcher.measure import learned, verify
-from launcher.serve import native, server, state, wait
+from launcher.serve import alive, native, state, wait
 from launcher.serve.rpc import RpcSpawn
 from launcher.structs import Audit, Engine, Gate, Plan, RunRecord
 from launcher.units import MIB
@@ -274,9 +272,5 @@ def audited(planned: Plan, record: RunRecord, before: Mapping[str, int] | None =
 
 
 def requests_in_flight(record: RunRecord) -> int | None:
-    """Streams that are busy now, None when the server does not say."""
-    try:
-        with server.client_of(record, timeout_s=2.0) as client:
-            return sum(bool(slot.get("is_processing")) for slot in client.slots())
-    except (httpx.HTTPError, ValueError, TypeError):
-        return None
+    """Streams that are busy now, None when neither the server nor its log says."""
+    return alive.look(record).activity.busy

@@ -170,6 +170,24 @@ def test_a_wedged_one_is_started_again_once(begin: Begin) -> None:
     assert alive.activity(again).wedged
 
 
+def test_before_it_is_ready_nobody_starts_it_again() -> None:
+    """The command line that waits for it gives up by its own signs: a first answer may fault in a whole model."""
+    words = ("--read", "8192", "--wedge-at", "512")
+    record = native.start(
+        fake_launch(free_port("127.0.0.1"), *words), SLUG, sample_s=0.1, wedged_s=0.4, restarts=1
+    )  # fmt: skip
+    try:
+        until(lambda: "listening" in log_of(record))
+        ask(record)
+        until(lambda: "no progress" in log_of(record))
+        time.sleep(0.5)
+        assert native.alive(record.server)
+        assert state.note_path(SLUG).exists()
+    finally:
+        native.stop(record, grace_s=1)
+    assert not state.note_path(SLUG).exists()
+
+
 def test_one_that_crashes_on_a_prompt_is_started_again_as_often_as_allowed(begin: Begin) -> None:
     record = begin("--read", "2048", "--die-at", "1024", "--exit-code", "1", restarts=2)
     for turn in range(3):

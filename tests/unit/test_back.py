@@ -91,6 +91,31 @@ def test_there_and_back_with_the_options_of_then(launcher_home: Path, model: Pat
     assert [r.slug for r in state.running()] == ["my/two"], "with nothing running it is the last one"
 
 
+# ------------------------------------------------------------------------------------------ restart
+
+
+@pytest.mark.usefixtures("engine")
+def test_what_the_slug_allows_is_what_its_keeper_does(launcher_home: Path, model: Path, ports: Ports) -> None:  # noqa: F811
+    slug(launcher_home, "my/one", model, port=ports(), more="restart: on-failure\n")
+    assert child("switch", "one").returncode == 0
+    for turn in range(2):
+        (now,) = state.running()
+        assert (now.restarts, now.server is not None) == (turn, True)
+        assert now.server is not None
+        os.kill(now.server.pid, signal.SIGABRT)
+        deadline = time.monotonic() + 20
+        while len(state.history()) <= turn or (turn == 0 and not any(r.state == "ready" for r in state.running())):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    while native.alive(now.keeper):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert state.running() == ()
+    said = child("history").stdout
+    assert said.count("crashed (SIGABRT)") == 2
+    assert "had been started again 1 x" in said
+
+
 # ------------------------------------------------------------------------------------------- attach
 
 

@@ -507,6 +507,18 @@ def test_a_wrong_spec_n(value: str) -> None:
     assert (e.value.exit_code, e.value.reference) == (2, "spec-n-invalid")
 
 
+@pytest.mark.parametrize(("value", "times"), [("off", 0), ("on-failure", 1), ("on-failure:1", 1), ("on-failure:5", 5)])
+def test_restart(tmp_path: Path, value: str, times: int) -> None:
+    assert read(tmp_path, LEAST).restarts == 0, "nobody asked for it"
+    assert read(tmp_path, f"{LEAST}restart: {value}\n").restarts == times
+
+
+@pytest.mark.parametrize("value", ["always", "on-failure:0", "on-failure:6", "on-failure:", "2", "unless-stopped"])
+def test_restart_has_an_end(tmp_path: Path, value: str) -> None:
+    (problem,) = problems(tmp_path, f"{LEAST}restart: {value!r}\n")
+    assert "restart: expected off, on-failure or on-failure:N with N from 1 to 5" in problem
+
+
 # ------------------------------------------------------------------------------------------- docs
 
 
