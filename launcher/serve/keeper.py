@@ -121,7 +121,8 @@ class Keeper:
             # Asked between our look at the marker and the new server being known: nobody else will end it.
             if state.stop_asked(self.record):
                 self._on_term(signal.SIGTERM, None)
-        except (LauncherError, OSError):
+        except (LauncherError, OSError) as error:
+            self._log(f"could not be started again: {error}")  # the command line that would say it is long gone
             with contextlib.suppress(LauncherError):
                 self.record = state.update(self.record, state="failed", rpc_servers=())
             raise

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -200,6 +202,25 @@ def test_one_that_crashes_on_a_prompt_is_started_again_as_often_as_allowed(begin
     assert all(e.began_at == e.started_at for e in state.history()[:1])
     assert [e.began_at for e in state.history()] == sorted(e.began_at or 0 for e in state.history())
     assert current().state == "failed"
+
+
+def test_one_that_cannot_be_started_again_is_left_as_failed(tmp_path: Path) -> None:
+    program = tmp_path / "engine"
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    program.chmod(0o755)
+    launch = fake_launch(free_port("127.0.0.1"))
+    record = native.start(replace(launch, argv=(str(program), *launch.argv[1:])), SLUG, sample_s=0.1, restarts=2)
+    try:
+        wait.wait_ready(record, tick_s=0.02)
+        program.unlink()
+        assert record.server is not None
+        os.kill(record.server.pid, signal.SIGABRT)
+        until(lambda: not native.alive(record.keeper))
+        assert (current().state, current().server) == ("failed", None)
+        assert f"launcher: could not be started again: cannot start {program}: No such file" in log_of(record)
+        assert [e.reason for e in state.history()] == ["crashed"]
+    finally:
+        native.stop(record, grace_s=1)
 
 
 def test_without_leave_a_crash_is_the_end(begin: Begin) -> None:
