@@ -26,9 +26,12 @@ __all__ = [
 _LINE = re.compile(r"^ +(?P<name>[A-Za-z_]+\d*): (?P<desc>.*) \((?P<total>\d+) MiB, (?P<free>\d+) MiB free\)\s*$")
 _VIRTUAL = re.compile(r" \(dev p(\d+)/v(\d+)\)$")
 _SOFTWARE = re.compile(r"llvmpipe|lavapipe|swiftshader|softpipe", re.I)
+# Arc 130V and the like are on the processor; the A, B and Pro series are cards. The RADV names are those of processors.
 _INTEGRATED = re.compile(
     r"\bIntel\(R\) ((U?HD|Iris(\(R\))?|Iris(\(R\))? (Xe|Plus)|Arc\(TM\)) )?Graphics|"
-    r"\bRadeon(\(TM\))? (\w+ |Vega \d+ )?Graphics|\bRadeon \d{3}M\b|\(iGPU\)",
+    r"\bArc\(TM\) \d{3}[VTHU]\b|"
+    r"\bRadeon(\(TM\))? (\w+ |Vega \d+ )?Graphics|\bRadeon \d{3}M\b|\(iGPU\)|\bAMD Custom GPU\b|"
+    r"\(RADV (RAVEN2?|RENOIR|CEZANNE|LUCIENNE|BARCELO|REMBRANDT|MENDOCINO|VANGOGH|PHOENIX|STRIX\w*)\b",
     re.I,
 )
 _TRUST_BYTES = 512 * MIB  # how far the engine's free figure may lie above the driver's

@@ -10,7 +10,6 @@ import glob
 import hashlib
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -22,16 +21,16 @@ from typing import IO, Any
 
 from launcher.errors import DeviceUnusable
 from launcher.facts import paths
+from launcher.facts.engine_help import parse_help, parse_removed, parse_version
 from launcher.structs import Engine
 
 NAME = "llama-server"
 _INSTALL = "launcher engine install"
 _TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
-_CACHE_SCHEMA = 1
+_CACHE_SCHEMA = 2
 _CALL_TIMEOUT_S = 20.0
 _SAID_MAX_BYTES = 4 * 1024**2  # of one stream; a --help is 70 kB
 _SHELL_SIGILL = 128 + signal.SIGILL  # what a wrapper script ends with when the program in it was killed
-_FLAG_LINE = re.compile(r"^(-{1,2}[A-Za-z][\w-]*(?:,\s+-{1,2}[A-Za-z][\w-]*)*)(?:\s+(\S+))?")
 _BUILD_FOLDERS = (
     "~/llama.cpp/build/bin",
     "~/src/llama.cpp/build/bin",
@@ -156,7 +155,7 @@ def probe(path: str, found_by: str) -> Engine:
     binary = _binary(path, found_by)
     digest = _digest(binary)
     known = _load(_cache(f"{digest}.json"))
-    if known.get("schema") != _CACHE_SCHEMA or not {"version", "flags", "spec_types"} <= known.keys():
+    if known.get("schema") != _CACHE_SCHEMA or not {"version", "flags", "spec_types", "removed"} <= known.keys():
         known = _ask(binary, found_by, digest)
     return Engine(
         path=str(binary),
@@ -165,6 +164,7 @@ def probe(path: str, found_by: str) -> Engine:
         found_by=found_by,
         flags=frozenset(known["flags"]),
         spec_types=frozenset(known["spec_types"]),
+        removed=dict(known["removed"]),
         rpc_server=_beside(binary, "ggml-rpc-server", "rpc-server"),
     )
 
@@ -179,27 +179,6 @@ def _beside(binary: Path, *names: str) -> str | None:
     return next((str(f / n) for f in folders for n in names if os.access(f / n, os.X_OK)), None)
 
 
-def parse_help(text: str) -> tuple[frozenset[str], frozenset[str]]:
-    """(flags, values of --spec-type) of a `--help`: every long and short spelling, without the removed ones."""
-    flags: set[str] = set()
-    spec_types: set[str] = set()
-    for entry in re.split(r"\n(?=\S)", text):
-        match = _FLAG_LINE.match(entry)
-        if not match or "argument has been removed" in " ".join(entry.split()):
-            continue
-        names = re.split(r",\s+", match[1])
-        flags.update(names)
-        if "--spec-type" in names and match[2]:
-            spec_types.update(v for v in re.split(r"[,|]", match[2].strip("[]<>{}")) if v)
-    return frozenset(flags), frozenset(spec_types)
-
-
-def parse_version(text: str) -> str:
-    """`version: 0.6.0-dev (build 0, commit unknown)` -> what follows `version:`; empty when no line says it."""
-    match = re.search(r"^version:\s*(.+?)\s*$", text, re.M)
-    return match[1] if match else ""
-
-
 def _said(file: IO[bytes]) -> str:
     file.seek(0)
     return file.read(_SAID_MAX_BYTES).decode("utf-8", "replace")
@@ -210,7 +189,8 @@ def _ask(binary: Path, found_by: str, digest: str) -> dict[str, Any]:
     helped = call((str(binary), "--help"), env)
     if helped.code != 0:
         raise _broken(binary, found_by, helped)
-    flags, spec_types = parse_help(helped.out or helped.err)
+    said = helped.out or helped.err
+    flags, spec_types = parse_help(said)
     if not {"--model", "--port", "--ctx-size"} <= flags:
         raise DeviceUnusable(
             "engine-not-llama-server",
@@ -224,6 +204,7 @@ def _ask(binary: Path, found_by: str, digest: str) -> dict[str, Any]:
         "version": parse_version(versioned.err + "\n" + versioned.out) or "unknown",
         "flags": sorted(flags),
         "spec_types": sorted(spec_types),
+        "removed": parse_removed(said),
     }
     _store(_cache(f"{digest}.json"), known)
     return known

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +90,7 @@ class Host:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
-    """One llama-server and what its own --help says it can do."""
+    """One llama-server and what its own --help says it can do. removed: flag that is gone -> what took its place."""
 
     path: str
     version: str
@@ -98,6 +99,7 @@ class Engine:
     flags: frozenset[str] = frozenset()
     spec_types: frozenset[str] = frozenset()
     rpc_server: str | None = None  # ggml-rpc-server beside it
+    removed: Mapping[str, str] = field(default_factory=dict)
 
     def can(self, need: str) -> bool:
         """Whether an ability of a slug's `engine.needs` is there: `flag:--log-jsonl`, `spec-type:draft-dspark`."""
