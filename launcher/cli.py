@@ -41,6 +41,7 @@ class Commands(TyperGroup):
 
     def make_context(self, *args: Any, **kwargs: Any) -> Any:
         """Parse the command line; --help and --version print here, and leave like every other answer."""
+        self.words = tuple(kwargs.get("args") or (args[1] if len(args) > 1 else ()))
         try:
             return super().make_context(*args, **kwargs)
         except OSError as error:
@@ -54,8 +55,10 @@ class Commands(TyperGroup):
         try:
             code = super().invoke(ctx)
             sys.stdout.flush()
-        except (_USAGE, typer.Exit, typer.Abort):
+        except (typer.Exit, typer.Abort):
             raise
+        except _USAGE as error:
+            code = _misused(error, self.words)
         except LauncherError as error:
             code = _refuse(error)
         except KeyboardInterrupt:
@@ -85,6 +88,16 @@ def _unwritten(cause: Exception | None = None) -> int:
             render_error.show(refusal)
             return refusal.exit_code
     return 0
+
+
+def _misused(error: Any, words: tuple[str, ...]) -> int:
+    """A command line that the parser refuses, in the form of every other refusal."""
+    if not error.format_message():  # no arguments at all: its help is printed
+        raise error
+    from launcher.workflows import usage
+
+    command = error.ctx.command_path if getattr(error, "ctx", None) else "launcher"
+    return _refuse(usage.refusal(error.format_message(), getattr(error, "option_name", None), words, command))
 
 
 def _refuse(error: LauncherError) -> int:

@@ -89,6 +89,7 @@ OVERRIDES: dict[str, tuple[Any, tuple[str, ...], str | None, str]] = {
     "draft_max": (int, ("--draft-max", "--spec-draft-n-max"), "N", "Tokens drafted at once."),
     "mmproj": (str, ("--mmproj", "-mm"), "FILE|off", "Projector of a model that sees or hears."),
     "load_mode": (str, ("--load-mode", "-lm"), "none|mmap|...", "How the file is read."),
+    "split_mode": (str, ("--split-mode", "-sm"), "layer", "Only layer: the others cut bundles apart."),
     "threads": (int, ("--threads", "-t"), "N", "CPU threads."),
     "numa": (
         str,

@@ -45,6 +45,8 @@ _WORDS = (
     "--top-k --min-p"
 )
 B11434 = frozenset(_WORDS.split())
+# Behaviour of tests/fake_server.py: an engine that plays it must name them in its --help too.
+FAKE_FLAGS = frozenset({"--fail", "--hang", "--load-s", "--no-answer", "--thinks", "--exit-after", "--print-env"})
 
 
 def card(name: str = "CUDA0", **changes: Any) -> Device:

@@ -154,7 +154,7 @@ def _lock(path: Path) -> Iterator[int]:
                 "install-locked",
                 f"another install builds this engine (pid {holder})",
                 context=str(path.parent),
-                fix=f"wait for it, then: {AGAIN}",
+                fix=f"{AGAIN}     # once it is done",
             ) from None
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)

@@ -257,7 +257,7 @@ def _locked(path: Path, again: str) -> Iterator[FileIO]:
                 fcntl.flock(part, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 what = f"{path.name[: -len('.part')]} is being downloaded by another process"
-                raise Locked("download-locked", what, context=str(path), fix=f"wait for it, then: {again}") from None
+                raise Locked("download-locked", what, context=str(path), fix=f"{again}     # once it is done") from None
             try:
                 ours = path.stat().st_ino == os.fstat(part.fileno()).st_ino
             except FileNotFoundError:

@@ -85,7 +85,7 @@ def _only_model_of(folder: Path) -> Path:
             "folder-several-models",
             f"{folder} holds {len(models)} models, say which",
             context="\n".join(p.name for p in models.values()),
-            fix=f"name a file instead of the folder: {shlex.quote(str(next(iter(models.values()))))}",
+            fix=f"launcher plan {shlex.quote(str(next(iter(models.values()))))}     # or another of them",
         )
     for p in files:
         _refuse_byte_split(p)
@@ -93,7 +93,7 @@ def _only_model_of(folder: Path) -> Path:
         "folder-no-model",
         f"{folder} holds no GGUF model (0 of {len(files)} files)",
         context="\n".join(f"there is one in {p}" for p in rooms),
-        fix=f"name the folder inside: {shlex.quote(str(rooms[0]))}" if rooms else fetch_again(folder),
+        fix=f"launcher plan {shlex.quote(str(rooms[0]))}" if rooms else fetch_again(folder),
     )
 
 
@@ -106,7 +106,7 @@ def fetch_again(path: Path) -> str:
     if m:
         url = f"https://huggingface.co/{m[1]}/{m[2]}/resolve/{m[3]}/{m[4]}"
         return f"launcher setup {shlex.quote(url)}"
-    return "launcher setup TARGET (the slug or OWNER/REPO:QUANT it came from; what is whole is not fetched again)"
+    return "launcher setup TARGET     # the slug it came from; what is whole is not fetched again"
 
 
 def unreadable(path: Path, why: str) -> ModelUnreadable:
@@ -114,7 +114,7 @@ def unreadable(path: Path, why: str) -> ModelUnreadable:
     return ModelUnreadable(
         "model-unreadable",
         f"cannot read {_printable(path)}: {why}",
-        fix=f"ls -lL {shlex.quote(_printable(path))}, then make it a file that {_user()} can read",
+        fix=f"ls -lL {shlex.quote(_printable(path))}     # make it a file that {_user()} can read",
     )
 
 

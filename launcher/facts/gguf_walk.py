@@ -7,6 +7,7 @@ unloadable follow llama.cpp b11434, `ggml/src/gguf.cpp: gguf_init_from_reader`.
 from __future__ import annotations
 
 import hashlib
+import shlex
 import struct
 from dataclasses import dataclass, field
 from math import prod
@@ -147,15 +148,15 @@ class _Walk:
                 "big-endian",
                 f"{shard.label} is a big-endian file, this host cannot run it (version {swapped}, bytes swapped)",
                 context=str(shard.path),
-                fix="fetch the little-endian file (the repository's name without '-be'), or convert this one: "
-                "python -m gguf.scripts.gguf_convert_endian FILE little",
+                fix=f"python -m gguf.scripts.gguf_convert_endian {shlex.quote(str(shard.path))} little"
+                "     # changes the file itself; or fetch the one of the repository without '-be' in its name",
             )
         if version not in (2, 3):
             raise ModelUnreadable(
                 "gguf-version",
                 f"{shard.label} is GGUF version {version}; 2 and 3 can be read",
                 context=str(shard.path),
-                fix="fetch a newer conversion of this model" if version < 2 else "pip install -U llama-launcher",
+                fix=fetch_again(shard.path) if version < 2 else "pip install -U llama-launcher",
             )
         n_tensors, n_keys = self._take(_COUNTS, "the counts")
         if n_tensors > TENSORS_MAX or n_keys > KEYS_MAX:

@@ -23,7 +23,7 @@ def split(endpoint: str) -> tuple[str, int]:
         raise DeviceUnusable(
             "rpc-endpoint-invalid",
             f"not an RPC endpoint: {endpoint!r}",
-            fix="write host:port, as in 127.0.0.1:50052 (a host name or an IPv4 address)",
+            fix="ggml-rpc-server -H 127.0.0.1 -p 50052     # and name it as 127.0.0.1:50052",
         )
     return host, int(port)
 

@@ -83,7 +83,10 @@ def find(target: str) -> SlugEntry:
     if endings:
         message = f"{target!r} is the end of {len(endings)} slugs"
         raise UsageError(
-            "slug-ambiguous", message, context="  ".join(endings), fix=f"use one of: {' | '.join(endings)}"
+            "slug-ambiguous",
+            message,
+            context="  ".join(endings),
+            fix=f"launcher plan {endings[0]}     # or {' | '.join(endings[1:])}",
         )
     guess = did_you_mean(wanted, [*entries, *(n.rpartition("/")[2] for n in entries)])
     raise UsageError(
@@ -113,7 +116,7 @@ def with_environment(slug: Slug, env: Mapping[str, str]) -> Slug:
         n_max = integer(0, 64)(value)
     except ValueError as e:
         raise UsageError(
-            "spec-n-invalid", f"SPEC_N={value}: {e}", fix="unset SPEC_N   (or SPEC_N=0: no drafter)"
+            "spec-n-invalid", f"SPEC_N={value}: {e}", fix="unset SPEC_N     # or SPEC_N=0: no drafter"
         ) from e
     return dataclasses.replace(slug, drafter=dataclasses.replace(slug.drafter, n_max=n_max) if n_max else None)
 
@@ -157,8 +160,9 @@ def _slug(r: Reader, name: str, path: Path) -> Slug:
         chat_template=r.get("chat_template", text, None),
         api_key_file=r.get("api_key_file", text, None),
         restarts=r.get("restart", slug_values.restarts, 0),
-        extra_args=r.list_of("extra_args", slug_values.extra_arg),
+        extra_args=r.list_of("extra_args", text),
     )
+    _fights(r, slug)
     r.done(
         {
             "restarts": "write restart: on-failure:2",
@@ -168,6 +172,16 @@ def _slug(r: Reader, name: str, path: Path) -> Slug:
         }
     )
     return slug
+
+
+def _fights(top: Reader, slug: Slug) -> None:
+    """Words of `extra_args` that would win over the plan: the engine takes the last value of a flag."""
+    node = top.raw("extra_args")
+    if not isinstance(node, yaml.SequenceNode):
+        return
+    items = [item for item in node.value if isinstance(item, yaml.ScalarNode)]
+    for at, problem in slug_values.fights([i.value for i in items], lambda key: slug_values.value_of(slug, key)):
+        top.problems.add(items[at], f"extra_args[{node.value.index(items[at])}]: {problem}")
 
 
 def _model(top: Reader) -> ModelRef:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 
 from launcher import units
 from launcher.facts.yaml_reader import integer, one_of
-from launcher.structs import Status
+from launcher.structs import Slug, Status
 
 LOAD_MODES = ("auto", "none", "mmap", "mlock", "mmap+mlock", "dio")
 NUMA_MODES = ("auto", "off", "bind", "interleave", "distribute", "isolate", "numactl")
@@ -76,6 +76,18 @@ _OWNED = {
 }
 OWNED_FLAGS: Mapping[str, str] = {flag: key for key, flags in _OWNED.items() for flag in flags.split()} | {
     f"--{key.replace('_', '-')}": f"sampling.{key}" for key in SAMPLING_KEYS
+}
+
+_SPLIT = "whole expert bundles in host memory need -sm layer, which the plan writes"
+# What to say of a flag that people paste from older recipes; b10884 took the load switches out of common/arg.cpp.
+INSTEAD: Mapping[str, str] = {
+    "--no-mmap": "gone since b10884: serve.load_mode: none is spelled --load-mode none",
+    "--mmap": "gone since b10884: serve.load_mode: mmap is spelled --load-mode mmap",
+    "--mlock": "gone since b10884: serve.load_mode: mlock is spelled --load-mode mlock",
+    "-dio": "gone since b10884: serve.load_mode: dio is spelled --load-mode dio",
+    "--direct-io": "gone since b10884: serve.load_mode: dio is spelled --load-mode dio",
+    "-sm": _SPLIT,
+    "--split-mode": _SPLIT,
 }
 
 
@@ -197,12 +209,40 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def extra_arg(value: str) -> str:
-    flag = value.partition("=")[0]
-    if flag.startswith("--"):
-        flag = flag.replace("_", "-")  # as the engine does
-    if flag in OWNED_FLAGS:
+def spelled(word: str) -> str:
+    """A flag as `--help` spells it: the engine reads `_` in a long one as `-`."""
+    name, equals, value = word.partition("=")
+    return (name.replace("_", "-") if name.startswith("--") else name) + equals + value
+
+
+def fights(words: Sequence[str], value_of: Callable[[str], str]) -> Iterator[tuple[int, str]]:
+    """(index, problem) of every word of `extra_args` that is a flag of the plan's own, with both values.
+
+    value_of  what the slug says for a key (`serve.n_ctx`)
+    """
+    for at, word in enumerate(words):
+        flag, equals, value = spelled(word).partition("=")
+        if flag not in OWNED_FLAGS:
+            continue
         key = OWNED_FLAGS[flag]
-        msg = f"{flag} is the launcher's to write" + (f": use {key}" if key else "")
-        raise ValueError(msg)
-    return value
+        if not equals and at + 1 < len(words) and not re.match(r"--?[A-Za-z]", words[at + 1]):
+            value = words[at + 1]
+        problem = f"{flag} is the launcher's to write" + (f": use {key}" if key else "")
+        if why := INSTEAD.get(flag):
+            yield at, f"{problem} ({why})"
+        elif value and key:
+            yield at, f"{problem} ({flag} {value} against {key}: {value_of(key)})"
+        else:
+            yield at, problem
+
+
+def value_of(slug: Slug, key: str) -> str:
+    """What a slug says for a key of OWNED_FLAGS, as text; `auto` where it leaves that to the plan."""
+    room, _, name = key.partition(".")
+    found = getattr(slug, room, None)
+    if name and isinstance(found, Mapping):
+        found = found.get(name)
+    elif name:
+        found = getattr(found, name, getattr(found, f"{name}_bytes", None))
+    found = getattr(found, "file", found)
+    return "auto" if found is None else str(found)

@@ -117,9 +117,7 @@ def make_plan(
 def _resolved(s: Settings, shape: ModelShape) -> Settings:
     n_ctx = s.n_ctx_per_stream if s.n_ctx_per_stream is not None else shape.n_ctx_train
     if n_ctx <= 0:
-        raise UsageError(
-            "ctx-unknown", "the file names no training context and none was asked for", fix="add --ctx 32k"
-        )
+        raise UsageError("ctx-unknown", "the file names no training context and none was asked for", fix="--ctx 32k")
     depth = s.draft_n_max if s.drafter_type else 0
     return replace(s, n_ctx_per_stream=n_ctx, draft_n_max=depth)
 
@@ -132,7 +130,7 @@ def _usable(devices: tuple[Device, ...], s: Settings) -> tuple[tuple[Device, ...
             raise DeviceUnusable(
                 "device-free-unknown",
                 f"cannot read the free memory of {d.name} ({d.description})",
-                fix="describe the machine in a rig file and plan with --rig FILE",
+                fix="--rig FILE     # a file that describes this machine and says what is free",
             )
         taken = s.reserve_bytes.get(d.name, 0)
         if taken:
@@ -161,14 +159,14 @@ def _fixed(s: Settings, shape: ModelShape, devices: tuple[Device, ...]) -> dict[
             raise UsageError(
                 "device-unknown",
                 f"residency names {name}, devices are: {', '.join(sorted(known)) or 'none'}",
-                fix="name the devices as `launcher plan` shows them, or write residency: auto",
+                fix="--residency auto     # or names as `launcher plan` shows them",
             )
         strange = sorted(set(layers) - moe)
         if strange:
             raise UsageError(
                 "residency-no-bundle",
                 f"residency of {name}: block {strange[0]} has no loaded expert bundle (blocks with one: {_spans(moe)})",
-                fix="write residency: auto, or name blocks that have experts",
+                fix="--residency auto     # or blocks that have experts",
             )
     return {name: frozenset(layers) for name, layers in s.residency.items()}
 

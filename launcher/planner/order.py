@@ -31,7 +31,7 @@ def _choice(p: Problem) -> Choice:
             "residency-impossible",
             f"no split of {n_slots} slots gives every device the layers that residency names for it",
             context="each device owns one run of neighbouring layers, in device order, so its bundles must lie in it",
-            fix="write residency: auto, or order the map by layer: lowest layers on the first device",
+            fix="--residency auto     # or a map in layer order: lowest layers on the first device",
         )
     return choice
 

@@ -169,7 +169,7 @@ def model_shape(header: ModelHeader, *, mtp: bool = False) -> ModelShape:
         raise ModelUnreadable(
             "model-no-width",
             f"{header.path} has no {header.arch}.embedding_length, which the engine needs too",
-            fix="convert the model again with llama.cpp's convert_hf_to_gguf.py, or fetch another GGUF of it",
+            fix="python convert_hf_to_gguf.py MODEL_FOLDER     # llama.cpp's; or fetch another GGUF of it",
         )
     warnings: list[str] = []
     blocks: list[list[TensorInfo]] = [[] for _ in range(n_layer)]
@@ -241,7 +241,7 @@ def _layer(
             raise ModelUnreadable(
                 "model-legacy-experts",
                 f"{t.name}: one tensor per expert is the format of 2023, which this engine no longer loads",
-                fix="convert the model again with llama.cpp's convert_hf_to_gguf.py, or fetch a newer GGUF of it",
+                fix="python convert_hf_to_gguf.py MODEL_FOLDER     # llama.cpp's; or fetch a newer GGUF of it",
             )
         if _EXPERT.match(tail):
             experts.append(t)
@@ -252,7 +252,7 @@ def _layer(
             raise ModelUnreadable(
                 "model-unknown-experts",
                 f"{t.name} is a routed-expert tensor that no rule of ours can name",
-                fix="report the tensor's name; until then serve the file with llama-server --cpu-moe",
+                fix="llama-server --cpu-moe -m MODEL     # until its name was reported and is known here",
             )
     sizes = sorted((t.size_bytes for t in experts), reverse=True) if loaded else []
     return LayerShape(

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 
 from launcher.errors import DeviceUnusable, SlugInvalid
-from launcher.facts.slug_values import extra_arg
+from launcher.facts.slug_values import fights, value_of
 from launcher.planner.rules import CATCH_ALL
 from launcher.serve import numa
 from launcher.structs import Engine, Launch, Plan, Slug
@@ -399,12 +399,8 @@ def _slug_flags(line: _Line, slug: Slug | None, mmproj: str | None) -> None:
 
 def _check_extra_args(slug: Slug) -> None:
     """The engine takes the last value, and extra arguments come last: one of the plan's own flags would win over it."""
-    problems = []
-    for at, word in enumerate(slug.extra_args):
-        try:
-            extra_arg(word)
-        except ValueError as error:
-            problems.append(f"{slug.path}: extra_args[{at}]: {error}")
+    found = fights(slug.extra_args, lambda key: value_of(slug, key))
+    problems = [f"{slug.path}: extra_args[{at}]: {problem}" for at, problem in found]
     if problems:
         raise SlugInvalid(
             "slug-invalid",

@@ -28,7 +28,7 @@ _TABLE: tuple[tuple[str, str, str, str], ...] = (
         "unknown-flag",
         r"error: invalid argument: (\S+)",
         "this engine does not know {1}",
-        "take {1} out of extra_args, or use another engine: launcher engine list",
+        "launcher engine list     # one that knows it, or take {1} out of extra_args",
     ),
     (
         "unknown-buffer",
@@ -46,7 +46,7 @@ _TABLE: tuple[tuple[str, str, str, str], ...] = (
         "port-busy",
         r"couldn't bind HTTP server socket, hostname: (\S+), port: (\d+)|[Aa]ddress already in use",
         "the port is taken",
-        "add --port N with a free one",
+        "--port N     # a free one",
     ),
     (
         "pinned-memory",

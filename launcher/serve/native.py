@@ -11,6 +11,7 @@ import json
 import os
 import re
 import select
+import shlex
 import signal
 import subprocess
 import sys
@@ -79,7 +80,7 @@ def start(
         raise Refused(
             "port-busy",
             f"port {launch.port} on {launch.host} is taken by another process",
-            fix=f"add --port {free_port(launch.host, launch.port + 1)}",
+            fix=f"--port {free_port(launch.host, launch.port + 1)}",
         )
     now = time.time()
     hosts = tuple(dict.fromkeys(d.device.endpoint for d in launch.plan.devices if d.device.endpoint))
@@ -178,7 +179,7 @@ def _hear(record: RunRecord, read_end: int) -> RunRecord:
             "keeper-died",
             f"the process that keeps {record.slug} died before the engine was started",
             context=tail(record.log_path),
-            fix=f"try again; if it repeats, read {record.log_path}",
+            fix=f"tail -n 60 {shlex.quote(record.log_path)}     # then try again",
         )
     word = json.loads(said)
     if "error" in word:

@@ -6,22 +6,17 @@ of its refusal in docs/errors.md; an open one has the name of what was looked at
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import ipaddress
-import re
 import shlex
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
 
 import psutil
 
 from launcher.errors import LauncherError, Refused
-from launcher.facts import rpc
 from launcher.facts.paths import state_dir
-from launcher.serve import argv as command_line
-from launcher.serve import numa, ports, state
+from launcher.facts.surroundings import Surroundings
+from launcher.serve import gates_engine, gates_machine, gates_port, numa, state
+from launcher.serve.gates_engine import of_error
 from launcher.structs import (
     DevicePlan,
     Engine,
@@ -34,9 +29,8 @@ from launcher.structs import (
     Slug,
     Status,
 )
-from launcher.units import MIB, engine_label, gib, mib
+from launcher.units import MIB, gib, mib
 
-SYSTEM_CONFIG = Path("/etc/llama.cpp/config.ini")
 _HOST_NAMES = {
     "output_buffer": "outputs",
     "compute": "buffers",
@@ -46,39 +40,6 @@ _HOST_NAMES = {
 }
 # Windows lets about half of its memory be page-locked, whatever share the virtual machine has.
 _WSL_PINNED_SHARE = 0.45
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PortOwner:
-    """Who holds a port; pid and name are None when that process belongs to another user.
-
-    problem  why nobody can listen there, whoever else does: no address of this machine, a port for root only
-    """
-
-    host: str
-    port: int
-    pid: int | None
-    name: str | None
-    free_port: int
-    problem: str | None = None
-
-
-def port_owner(host: str, port: int) -> PortOwner | None:
-    """Who holds the port that a server wants, None when a bind to it works now."""
-    error = ports.bind_error(host, port)
-    if error is None:
-        return None
-    if error.errno != errno.EADDRINUSE:
-        why = error.strerror or str(error)
-        return PortOwner(
-            host=host, port=port, pid=None, name=None, free_port=port if 1024 <= port < 65536 else 8080, problem=why
-        )
-    pid = ports.holder(host, port)
-    name = None
-    if pid is not None:
-        with contextlib.suppress(psutil.Error):
-            name = psutil.Process(pid).name()
-    return PortOwner(host=host, port=port, pid=pid, name=name, free_port=ports.free_port(host, port + 1))
 
 
 def gates(
@@ -91,12 +52,13 @@ def gates(
     model_error: LauncherError | None,
     engine: Engine | None,
     engine_error: LauncherError | None,
-    port_owner: PortOwner | None,
+    port_owner: gates_port.PortOwner | None,
     force: bool,
     own_running: tuple[RunRecord, ...],
     header: ModelHeader | None = None,
     host: str | None = None,
     swap_bytes: int | None = None,
+    around: Surroundings | None = None,
 ) -> tuple[Gate, ...]:
     """Every gate of a launch, open ones too, notes last.
 
@@ -105,23 +67,31 @@ def gates(
     own_running  servers of ours that will be stopped first: their port is no obstacle
     host         where the server will listen; default: the slug's
     swap_bytes   size of the swap; None: asked of this machine
+    around       file systems, limits and settings of this machine; None: not looked at (a rig file)
     """
-    found = [*_model(target, slug, plan, model_error), *_engine(slug, plan, engine, engine_error), _status(slug, force)]
+    found = [*_model(target, slug, plan, model_error), *gates_engine.engine_gates(slug, plan, engine, engine_error)]
+    found.append(_status(slug, force))
     found += _devices(slug, plan, inventory)
     if plan_error is not None and model_error is None:
-        found.append(_of_error(plan_error))
+        found.append(of_error(plan_error))
     if plan is not None:
         found += fit(plan)
         found += numa.gates(plan)
+        found += gates_engine.kv_kernels(plan, engine)
         if header is not None:
             found.append(_rules(plan, header))
         if plan.refusal and all(g.ok for g in found):
             short = f"{plan.refusal.where} is short by {mib(plan.refusal.short_bytes)} MiB"
             found.append(Gate(name="does-not-fit", ok=False, detail=short, fix=way_out(plan)))
-    found.append(_port(port_owner, own_running))
-    found += _rpc_ports(slug, plan, own_running)
+    found.append(gates_port.port(port_owner, own_running))
+    found += gates_port.rpc_ports(slug, plan, own_running)
     found += _state()
     found += _notes(slug, plan, inventory, host, swap_bytes)
+    if around is not None:
+        found += gates_machine.machine_gates(plan, inventory, around, str(state_dir()))
+        found += gates_engine.environment_notes(around)
+    else:
+        found += gates_machine.left_out(inventory)
     return tuple(found)
 
 
@@ -140,57 +110,13 @@ def refuse_if_closed(gates: Iterable[Gate], target: str) -> None:
     raise Refused(first.name, first.detail, context="\n".join(lines), fix=fix)
 
 
-def _of_error(error: LauncherError, fix: str | None = None) -> Gate:
-    return Gate(name=error.reference, ok=False, detail=error.message, fix=fix or error.fix, context=error.context)
-
-
 def _model(target: str, slug: Slug | None, plan: Plan | None, error: LauncherError | None) -> Iterator[Gate]:
     if error is not None:
         fetch = f"launcher setup {target}" if slug is not None and slug.model.repo else None
-        yield _of_error(error, fetch if fetch and "launcher setup" not in error.fix else None)
+        yield of_error(error, fetch if fetch and "launcher setup" not in error.fix else None)
     elif plan is not None:
         shards = f"{plan.model.shards} shards" if plan.model.shards != 1 else "1 file"
         yield Gate(name="model", ok=True, detail=f"{shards}, {gib(plan.model.file_bytes)} GiB, complete")
-
-
-def _engine(slug: Slug | None, plan: Plan | None, engine: Engine | None, error: LauncherError | None) -> Iterator[Gate]:
-    if error is not None:
-        yield _of_error(error)
-        return
-    if engine is None:
-        yield Gate(name="engine", ok=True, note=True, detail="no engine was looked for")
-        return
-    missing = [need for need in (slug.engine.needs if slug else ()) if not engine.can(need)]
-    if plan is not None:
-        missing += [flag for flag in command_line.missing_flags(plan, engine, slug) if f"flag:{flag}" not in missing]
-        if s := plan.settings.drafter_type:
-            need = f"spec-type:{s}"
-            missing += [need] if s != "none" and not engine.can(need) and need not in missing else []
-    if missing:
-        yield _of_error(command_line.lacks(engine, tuple(missing)))
-        return
-    yield Gate(name="engine", ok=True, detail=f"{engine_label(engine.version)} ({engine.found_by})")
-    keys = _system_config()
-    if keys:
-        yield Gate(
-            name="engine-config",
-            ok=False,
-            detail=f"{SYSTEM_CONFIG} sets {', '.join(keys)}, which the plan decides; the engine reads it first",
-            fix=f"comment these lines out in {SYSTEM_CONFIG}",
-        )
-
-
-def _system_config() -> tuple[str, ...]:
-    """Keys of the engine's system-wide config that a plan owns; it cannot be switched off for one launch."""
-    try:
-        text = SYSTEM_CONFIG.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ()
-    tables = (command_line.SPELLINGS, command_line.SWITCHES)
-    owned = {word.lstrip("-") for table in tables for words in table.values() for word in words}
-    owned |= {"cpu-moe", "cmoe", "n-cpu-moe", "ncmoe", "n-cpu-ffn", "ncffn"}
-    keys = [m.group(1).replace("_", "-") for m in re.finditer(r"^\s*([A-Za-z][\w-]*)\s*=", text, re.M)]
-    return tuple(k for k in dict.fromkeys(keys) if k.removeprefix("LLAMA-ARG-").lower() in owned)
 
 
 def _status(slug: Slug | None, force: bool) -> Gate:
@@ -199,7 +125,7 @@ def _status(slug: Slug | None, force: bool) -> Gate:
     detail = f"{slug.name} is {slug.status.value}"
     if force:
         return Gate(name="status", ok=True, detail=f"{detail}, --force given")
-    return Gate(name="status-needs-force", ok=False, detail=detail, fix="add --force (it opens this gate alone)")
+    return Gate(name="status-needs-force", ok=False, detail=detail, fix="--force     # it opens this gate alone")
 
 
 def _devices(slug: Slug | None, plan: Plan | None, inventory: Inventory) -> Iterator[Gate]:
@@ -229,14 +155,22 @@ def _device(d: DevicePlan, plan: Plan) -> Gate:
         return Gate(name=f"device {name}", ok=True, note=True, detail=f"{name}: free memory unknown")
     margin = d.terms["margin"]
     sums = f"{mib(d.used_bytes)} of {mib(d.device.free_bytes)} MiB"
-    if not d.short_bytes:
-        left = f"{mib(d.headroom_bytes)} left (margin {mib(margin)})"
-        return Gate(name=f"device {name}", ok=True, detail=f"{name} {sums}, {left}")
-    terms = {k: v for k, v in d.terms.items() if v}
     holders = ", ".join(
-        f"{p.name} (pid {p.pid}{f', {mib(p.used_bytes)} MiB' if p.used_bytes is not None else ''})"
+        f"{p.name or 'a process of another user'} (pid {p.pid}"
+        f"{f', {mib(p.used_bytes)} MiB' if p.used_bytes is not None else ''})"
         for p in d.device.processes
     )
+    if not d.short_bytes:
+        left = f"{mib(d.headroom_bytes)} left (margin {mib(margin)})"
+        shared = f"; also on it: {holders}" if holders else ""
+        return Gate(
+            name=f"device {name}",
+            ok=True,
+            note=bool(holders),
+            detail=f"{name} {sums}, {left}{shared}",
+            fix="nvidia-smi --query-compute-apps=pid,name,used_memory --format=csv" if holders else "",
+        )
+    terms = {k: v for k, v in d.terms.items() if v}
     return Gate(
         name="device-short",
         ok=False,
@@ -303,58 +237,15 @@ def _rules(plan: Plan, header: ModelHeader) -> Gate:
     try:
         rules.check(plan, header)
     except LauncherError as error:
-        return _of_error(error)
+        return of_error(error)
     return Gate(name="rules", ok=True, detail=f"{len(plan.rules)} rules put every tensor where the plan says")
-
-
-def _rpc_ports(slug: Slug | None, plan: Plan | None, own_running: tuple[RunRecord, ...]) -> Iterator[Gate]:
-    """Closed where an RPC server of ours could not listen: found later, a server that works would be gone already."""
-    if slug is None or slug.rpc is None or not slug.rpc.spawn or plan is None:
-        return
-    leaving = {endpoint for record in own_running for endpoint in record.rpc_endpoints}
-    for endpoint in dict.fromkeys(d.device.endpoint for d in plan.devices if d.device.endpoint):
-        owner = None if endpoint in leaving else port_owner(*rpc.split(endpoint))
-        if owner is not None:
-            who = owner.problem or _who(owner)
-            yield Gate(
-                name="rpc-port-busy",
-                ok=False,
-                detail=f"the RPC server for {endpoint} cannot start: its port is held by {who}",
-                fix=f"end that process, or name other ports under rpc.hosts in {slug.path}",
-            )
 
 
 def _state() -> Iterator[Gate]:
     """Closed where a run could not be written down: nobody would find the server, or see how it ended."""
     if what := state.problem():
-        fix = f"make room (df -h {state_dir()}), or LAUNCHER_HOME=/a/folder/of/yours"
+        fix = f"df -h {shlex.quote(str(state_dir()))}     # make room, or: export LAUNCHER_HOME=/a/folder/of/yours"
         yield Gate(name="state-unwritable", ok=False, detail=what, fix=fix)
-
-
-def _port(owner: PortOwner | None, own_running: tuple[RunRecord, ...]) -> Gate:
-    if owner is None:
-        return Gate(name="port", ok=True, detail="the port is free")
-    if owner.problem:
-        what = f"nothing can listen on {owner.host}:{owner.port}: {owner.problem}"
-        return Gate(
-            name="address-unusable", ok=False, detail=what, fix=f"add --host 127.0.0.1 --port {owner.free_port}"
-        )
-    ours = next((r for r in own_running if r.server is not None and r.server.pid == owner.pid), None)
-    if ours is not None:
-        detail = f"port {owner.port} belongs to {ours.slug} (pid {owner.pid}), which is stopped first"
-        return Gate(name="port", ok=True, note=True, detail=detail)
-    return Gate(
-        name="port-busy",
-        ok=False,
-        detail=f"port {owner.port} is held by {_who(owner)}",
-        fix=f"add --port {owner.free_port}",
-    )
-
-
-def _who(owner: PortOwner) -> str:
-    if owner.pid:
-        return f"{owner.name} (pid {owner.pid})"
-    return "a process of another user, or by a connection that is closing"
 
 
 def _notes(
@@ -368,7 +259,7 @@ def _notes(
             note=True,
             detail=f"listens on {address} without an API key: whoever reaches this machine can use the model "
             "and read what others ask",
-            fix="set api_key_file in the slug, or leave --host 127.0.0.1",
+            fix="--host 127.0.0.1     # or api_key_file in the slug",
         )
     if plan is None:
         return
@@ -387,8 +278,9 @@ def _notes(
             name="wsl-pinned",
             ok=True,
             note=True,
-            detail="WSL lets about half of the RAM be page-locked; the load may fail with `CUDA out of memory`",
-            fix="--load-mode mmap, or raise memory= in .wslconfig",
+            detail=f"WSL lets about half of the RAM be page-locked, and {gib(plan.host.terms['experts'])} of "
+            f"{gib(inventory.host.total_bytes)} GiB would be; the load may fail with `CUDA out of memory`",
+            fix="--load-mode mmap     # or raise memory= in .wslconfig",
         )
 
 

@@ -234,7 +234,7 @@ def _not_ours(path: Path) -> Refused:
     return Refused(
         "state-not-ours",
         f"{path} belongs to another user: what runs from here is not ours to see or to stop",
-        fix="set LAUNCHER_HOME to a folder of your own, or ask as that user",
+        fix="export LAUNCHER_HOME=/a/folder/of/yours     # or ask as that user",
     )
 
 
@@ -417,7 +417,9 @@ def _locked(name: str, path: Path) -> Locked:
         "locked",
         f"another operation holds the lock `{name}`: pid {pid}, `{command}`",
         context=str(path),
-        fix=f"wait for it, or end it: kill {pid}" if pid else "wait a moment and try again",
+        fix=f"launcher status     # wait for it; to end it: kill {pid}"
+        if pid
+        else "launcher status     # then try again",
     )
 
 

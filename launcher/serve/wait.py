@@ -233,7 +233,7 @@ def _check_port(record: RunRecord) -> None:
         f"port {record.port} is not ours alone: {who} listens there"
         + ("" if here & ours else f" instead of pid {record.server.pid if record.server else '?'}"),
         context=f"last lines of {record.log_path}:\n{native.tail(record.log_path)}",
-        fix=f"add --port {ports.free_port(record.host, record.port + 1)}",
+        fix=f"--port {ports.free_port(record.host, record.port + 1)}",
     )
 
 

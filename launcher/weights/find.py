@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,7 +40,7 @@ def find_model(ref: ModelRef, *, target: str | None = None, size_bytes: int | No
                 "model-ambiguous",
                 f"{len(hits)} files of different sizes are called {name}",
                 context="\n".join(f"{p}  {human(p.stat().st_size)}" for p in hits),
-                fix=f"let the slug name one of them: write `dir: {hits[0].parent}` under `model:`",
+                fix=f"export MODEL_DIR={shlex.quote(str(hits[0].parent))}     # or dir: under model: in the slug",
             )
         if hits:
             return hits[0]

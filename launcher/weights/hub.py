@@ -137,7 +137,9 @@ def _no_repo(slug: Slug) -> DownloadFailed:
         return DownloadFailed("model-has-no-repo", what, fix=f"python scripts/make_demo_model.py {folder}")
     what = f"{slug.name} names no repository to fetch {slug.model.file} from"
     return DownloadFailed(
-        "model-has-no-repo", what, fix=f"add `repo: OWNER/NAME` under `model:` in {slug.path}, or put it into {folder}"
+        "model-has-no-repo",
+        what,
+        fix=f"${{EDITOR:-vi}} {shlex.quote(slug.path)}     # repo: OWNER/NAME, or fill {folder}",
     )
 
 
@@ -155,7 +157,7 @@ def _wanted(slug: Slug, listed: Mapping[str, RemoteFile], again: str) -> list[tu
             "repo-file-missing",
             f"{slug.model.repo} holds no {', no '.join(missing)}",
             context="nearest: " + ", ".join(near) if near else f"it holds {len(listed)} other files",
-            fix=f"correct the names in {slug.path}, then: {again}",
+            fix=f"${{EDITOR:-vi}} {shlex.quote(slug.path)}     # correct the names, then: {again}",
         )
     return [(near, listed[far]) for near, far in names]
 

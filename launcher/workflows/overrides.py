@@ -67,6 +67,7 @@ def settings(slug: Slug | None, given: Mapping[str, Any]) -> Settings:
         counted = f"{n_ctx:,} tokens x {n_parallel} are more than llama.cpp counts ({MOST_TOKENS:,} in all)"
         raise invalid(option, counted, f"{option} 32k")
     type_k, type_v = _kv_types(given, serve)
+    _split_mode(given)
     return Settings(
         n_ctx_per_stream=n_ctx,
         n_parallel=n_parallel,
@@ -265,6 +266,15 @@ def _kv_types(given: Mapping[str, Any], serve: ServeSettings) -> tuple[str, str]
         if kind not in KV_TYPES:
             raise invalid("--kv", f"{kind!r} is no KV cache type", f"--kv {' | '.join(KV_TYPES)}")
     return type_k, type_v
+
+
+def _split_mode(given: Mapping[str, Any]) -> None:
+    """Row and tensor splits cut every expert over the cards, and CUDA refuses them beside experts in host memory."""
+    mode = str(given.get("split_mode", "layer")).lower()
+    if mode == "none":
+        raise invalid("--split-mode", "none uses one card: name it", "--devices CUDA0")
+    if mode != "layer":
+        raise invalid("--split-mode", f"{mode!r} would cut bundles apart; whole ones need layer", "--split-mode layer")
 
 
 def _positive(given: Mapping[str, Any], key: str, option: str) -> int | None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from launcher.errors import DeviceUnusable, LauncherError, ModelUnreadable, UsageError
+from launcher.facts.paths import state_dir
+from launcher.facts.surroundings import Surroundings, read_surroundings
+from launcher.serve import gates_port, state
 from launcher.serve import preflight as gatekeeper
-from launcher.serve import state
 from launcher.structs import Engine, Gate, Plan, RunRecord
 from launcher.workflows import overrides, ways_out, world
 from launcher.workflows import plan as pipeline
@@ -81,12 +84,13 @@ def check(
         model_error=model_error,
         engine=found,
         engine_error=None if rig and engine is None else engine_error,
-        port_owner=None if rig else gatekeeper.port_owner(host, port),
+        port_owner=None if rig else gates_port.port_owner(host, port),
         force=force,
         own_running=gone,
         header=inputs.header if inputs else None,
         host=host,
         swap_bytes=0 if rig else None,
+        around=None if rig else _around(planned),
     )
     return Checked(target=target, gates=_ordered(gates, planned, command), planned=planned)
 
@@ -98,6 +102,12 @@ def _ordered(gates: tuple[Gate, ...], planned: Planned | None, command: str) -> 
         fix = pipeline.way_out(planned.plan, command)
         found = tuple(replace(g, fix=fix) if not g.ok and g.name in _SHORT else g for g in found)
     return tuple(sorted(found, key=lambda g: g.name == "status-needs-force"))
+
+
+def _around(planned: Planned | None) -> Surroundings:
+    plan = planned.plan if planned else None
+    files = [path for path in (plan.model.path, plan.drafter_path) if path] if plan else []
+    return read_surroundings(os.environ, files=files, state=state_dir())
 
 
 _SHORT = frozenset({"host-ram-short", "device-short", "does-not-fit"})

@@ -176,7 +176,10 @@ def _one(name: str | None, records: tuple[RunRecord, ...]) -> RunRecord:
     known = " | ".join(r.slug for r in (found or records))
     if found:
         raise UsageError(
-            "several-run", f"{len(found)} servers run: which one?", context=known, fix=f"name one: {known}"
+            "several-run",
+            f"{len(found)} servers run: which one?",
+            context=known,
+            fix=f"launcher status     # then name one: {known}",
         )
     what = f"no server is called {name!r}" if name else "no server of ours runs"
     raise UsageError("not-running", what, context=f"running: {known or 'none'}", fix="launcher status")

@@ -147,10 +147,10 @@ def _ask(running: tuple[RunRecord, ...], yes: bool, progress: Progress) -> None:
             raise Refused(
                 "needs-yes",
                 f"{record.slug} runs on port {record.port} and nobody is here to ask whether it may be stopped",
-                fix="add --yes",
+                fix="--yes",
             )
         if not answer:
-            raise Refused("not-stopped", f"{record.slug} keeps running on port {record.port}", fix="add --yes")
+            raise Refused("not-stopped", f"{record.slug} keeps running on port {record.port}", fix="--yes")
 
 
 def _make_room(

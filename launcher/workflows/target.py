@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -73,7 +74,7 @@ def _remote(text: str) -> ModelUnreadable:
         "target-remote",
         f"{text} is not on this machine",
         context="repositories and URLs are not read by this version; a slug (launcher list) or a .gguf file is",
-        fix="download the file, then: launcher plan /path/to/model.gguf",
+        fix="launcher list     # or download the file: launcher plan /path/to/model.gguf",
     )
 
 
@@ -118,7 +119,7 @@ def named_header(path: str | Path, again: str) -> ModelHeader:
             seen = "\n".join(p.name for p in near)
             context = f"{near[0].parent} holds:\n{seen}" if near else error.context
             raise ModelUnreadable(error.reference, error.message, context=context, fix=again) from error
-        fix = f"fetch it again from where it came from, into {found if found.is_dir() else found.parent}"
+        fix = f"ls -l {shlex.quote(str(found))}     # fetch it again from where it came from, to the same place"
         raise ModelUnreadable(error.reference, error.message, context=error.context, fix=fix) from error
 
 

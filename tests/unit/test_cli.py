@@ -27,7 +27,7 @@ from launcher import cli, options
 from launcher.errors import DoesNotFit
 from launcher.serve import native, state
 from tests.builders import T, array, write_gguf, write_shards
-from tests.serve_builders import B11434
+from tests.serve_builders import B11434, FAKE_FLAGS
 
 ROOT = Path(launcher.__file__).parent.parent
 RIG = """schema: 1
@@ -498,7 +498,7 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A program that says what a real llama-server says of itself, and then plays it."""
     path = tmp_path / "engine" / "llama-server"
     path.parent.mkdir()
-    words = [f"{word} VALUE  text" for word in sorted(B11434 - {"--spec-type"})]
+    words = [f"{word} VALUE  text" for word in sorted((B11434 | FAKE_FLAGS) - {"--spec-type"})]
     path.with_name("help.txt").write_text("\n".join([*words, "--spec-type [none|draft-simple|draft-dspark]  text"]))
     path.write_text(
         "#!/bin/sh\n"

@@ -368,7 +368,7 @@ def test_folders_without_one_model(tmp_path: Path) -> None:
     assert refused(tmp_path).reference == "folder-no-model"
     inner = write_gguf(tmp_path / "UD-Q8_K_XL" / "m.gguf").parent
     e = refused(tmp_path)
-    assert (e.context, e.fix) == (f"there is one in {inner}", f"name the folder inside: {inner}")
+    assert (e.context, e.fix) == (f"there is one in {inner}", f"launcher plan {inner}")
     assert read_header(inner).path == str(inner / "m.gguf")
     write_shards(inner, PARTS, stem="other")
     e = refused(inner)

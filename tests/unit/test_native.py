@@ -239,7 +239,7 @@ def test_a_taken_port_is_refused_before_anything_starts() -> None:
         with pytest.raises(Refused) as error:
             native.start(fake_launch(taken.getsockname()[1]), SLUG)
     assert error.value.reference == "port-busy"
-    assert error.value.fix.startswith("add --port ")
+    assert error.value.fix.startswith("--port ")
     assert state.records() == ()
 
 

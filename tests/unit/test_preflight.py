@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from launcher.errors import DeviceUnusable, ModelUnreadable, Refused
-from launcher.serve import preflight
+from launcher.serve import gates_engine, gates_port, preflight
+from launcher.serve.gates_port import PortOwner
 from launcher.serve.ports import free_port
-from launcher.serve.preflight import PortOwner
 from launcher.structs import (
     HOST_TERMS,
     EngineRef,
@@ -204,7 +204,7 @@ def running() -> RunRecord:
 def test_a_port_of_ours_is_a_note_a_foreign_one_closes_with_a_free_one() -> None:
     owner = PortOwner(host="127.0.0.1", port=8030, pid=4242, name="llama-server", free_port=8031)
     gate = gates(plan(card()), port_owner=owner)["port-busy"]
-    assert (gate.detail, gate.fix) == ("port 8030 is held by llama-server (pid 4242)", "add --port 8031")
+    assert (gate.detail, gate.fix) == ("port 8030 is held by llama-server (pid 4242)", "--port 8031")
     ours = running()
     note = gates(plan(card()), port_owner=owner, own_running=(ours,))["port"]
     assert (note.ok, note.note) == (True, True)
@@ -213,13 +213,13 @@ def test_a_port_of_ours_is_a_note_a_foreign_one_closes_with_a_free_one() -> None
 
 def test_port_owner_finds_the_process() -> None:
     port = free_port("127.0.0.1")
-    assert preflight.port_owner("127.0.0.1", port) is None
+    assert gates_port.port_owner("127.0.0.1", port) is None
     code = f"import socket, time; s = socket.create_server(('127.0.0.1', {port})); print(1, flush=True); time.sleep(60)"
     child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
     try:
         assert child.stdout is not None
         child.stdout.readline()
-        owner = preflight.port_owner("127.0.0.1", port)
+        owner = gates_port.port_owner("127.0.0.1", port)
         assert owner is not None
         assert (owner.pid, owner.port) == (child.pid, port)
         assert owner.name is not None
@@ -256,9 +256,9 @@ def test_an_engine_config_for_the_whole_machine_that_moves_experts_closes(
 ) -> None:
     config = tmp_path / "config.ini"
     config.write_text("[*]\ncpu-moe = true\n# ot = x\nn-gpu-layers = 10\nui = false\n")
-    monkeypatch.setattr(preflight, "SYSTEM_CONFIG", config)
+    monkeypatch.setattr(gates_engine, "SYSTEM_CONFIG", config)
     gate = gates(plan(card()))["engine-config"]
-    assert "sets cpu-moe, n-gpu-layers, which" in gate.detail
+    assert "sets cpu-moe = true, n-gpu-layers = 10, which" in gate.detail
     config.write_text("ui = false\n")
     assert "engine-config" not in gates(plan(card()))
 
@@ -288,20 +288,20 @@ def test_a_plan_error_keeps_its_id() -> None:
 def test_looking_at_ports_leaves_no_descriptor() -> None:
     before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
     for _ in range(5):
-        preflight.port_owner("127.0.0.1", free_port("127.0.0.1"))
+        gates_port.port_owner("127.0.0.1", free_port("127.0.0.1"))
     assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
 
 
 @pytest.mark.parametrize(
     ("host", "port", "why", "fix"),
     [
-        ("192.0.2.1", 8030, "Cannot assign", "add --host 127.0.0.1 --port 8030"),
-        ("no-such-host.invalid", 8030, "", "add --host 127.0.0.1 --port 8030"),
-        ("127.0.0.1", 70000, "65535", "add --host 127.0.0.1 --port 8080"),
+        ("192.0.2.1", 8030, "Cannot assign", "--host 127.0.0.1 --port 8030"),
+        ("no-such-host.invalid", 8030, "", "--host 127.0.0.1 --port 8030"),
+        ("127.0.0.1", 70000, "65535", "--host 127.0.0.1 --port 8080"),
     ],
 )
 def test_an_address_that_is_not_ours_is_no_process_of_another_user(host: str, port: int, why: str, fix: str) -> None:
-    gate = gates(plan(card()), port_owner=preflight.port_owner(host, port))["address-unusable"]
+    gate = gates(plan(card()), port_owner=gates_port.port_owner(host, port))["address-unusable"]
     assert why in gate.detail
     assert f"{host}:{port}" in gate.detail
     assert "another user" not in gate.detail
@@ -334,6 +334,6 @@ def test_a_taken_port_of_an_rpc_server_closes_unless_it_is_of_a_server_that_leav
 def test_a_connection_that_uses_the_port_as_its_own_end_is_named_too() -> None:
     """The system hands out such ports; nobody listens there and a bind fails all the same."""
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
-        owner = preflight.port_owner("127.0.0.1", client.getsockname()[1])
+        owner = gates_port.port_owner("127.0.0.1", client.getsockname()[1])
         assert owner is not None
         assert owner.pid == os.getpid()

@@ -353,13 +353,13 @@ def test_closed_gates_come_first_with_their_fix() -> None:
     gates = (
         Gate(name="model", ok=True, detail="5 shards"),
         Gate(name="swap", ok=True, note=True, detail="swap is on", fix="sysctl"),
-        Gate(name="port-busy", ok=False, detail="port 8030 is held", fix="add --port 8031", context="why"),
+        Gate(name="port-busy", ok=False, detail="port 8030 is held", fix="--port 8031", context="why"),
     )
     lines = [str(line) for line in preflight.screen("t", gates)]
     assert lines[0] == "NO  t: 1 ok, 1 closed, 1 note"
     assert lines[1].split()[:2] == ["no", "port-busy"]
     assert lines[2].strip() == "why"
-    assert lines[3].strip() == "fix: add --port 8031"
+    assert lines[3].strip() == "fix: --port 8031"
     assert document.preflight_document("t", gates)["ok"] is False
     assert document.preflight_document("t", gates[:2])["ok"] is True
 

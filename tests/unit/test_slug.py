@@ -382,7 +382,7 @@ def test_paths_below_the_working_folder_are_shown_short(tmp_path: Path, monkeypa
 def test_flags_of_the_planner_are_refused_with_the_key(tmp_path: Path, flag: str, key: str) -> None:
     (found,) = problems(tmp_path, LEAST + f'extra_args: [--no-warmup, "{flag}"]\n')
     shown = flag.partition("=")[0].replace("_", "-")
-    assert found == f"5:27: extra_args[1]: {shown} is the launcher's to write: use {key}"
+    assert found.split(" (")[0] == f"5:27: extra_args[1]: {shown} is the launcher's to write: use {key}"
 
 
 @pytest.mark.parametrize("flag", ["-lv", "--swa-full", "--no-kv-offload", "--log-file", "--list-devices", "--help"])
@@ -422,7 +422,7 @@ def test_an_ambiguous_ending_lists_the_candidates() -> None:
         slugs.load("q8")
     assert (e.value.exit_code, e.value.reference) == (2, "slug-ambiguous")
     assert e.value.message == "'q8' is the end of 2 slugs"
-    assert "llamacpp/deepseek-flash-dual-q8 | llamacpp/deepseek-flash-multi4-q8" in e.value.fix
+    assert "llamacpp/deepseek-flash-dual-q8     # or llamacpp/deepseek-flash-multi4-q8" in e.value.fix
 
 
 @pytest.mark.parametrize(

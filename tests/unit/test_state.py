@@ -190,7 +190,7 @@ def test_a_held_lock_names_its_holder_and_a_killed_holder_lets_go() -> None:
         assert error.value.reference == "locked"
         assert f"pid {child.pid}" in error.value.message
         assert "launcher switch demo/a" in error.value.message
-        assert error.value.fix == f"wait for it, or end it: kill {child.pid}"
+        assert error.value.fix == f"launcher status     # wait for it; to end it: kill {child.pid}"
     finally:
         child.kill()
         child.communicate()
