@@ -162,7 +162,8 @@ def _programme(
         )
         last_chance = not may_skip and k == n - 1
         for start, (score, tie, picks) in row.items():
-            for end in (n_slots,) if last_chance else range(start + 1, n_slots + 1):
+            # Behind the last slot nothing is left to take; the subset without this device is a search of its own.
+            for end in (n_slots,) if last_chance and start < n_slots else range(start + 1, n_slots + 1):
                 view, index = _role(p, k, start, end) if may_skip else (p, k)
                 value = _value(view, index, start, end, host_anywhere)
                 if value is None:

@@ -285,3 +285,11 @@ def test_a_projector_and_its_encode_buffer_lie_on_the_first_card() -> None:
         target="t", header=header, drafter=None, inventory=rig(), settings=BASE, projector_bytes=300 * MIB
     )
     assert alone.host.terms["projector"] == 600 * MIB
+
+
+def test_two_kinds_of_devices_where_the_first_holds_everything() -> None:
+    """The search of both must not hand the last device a range that begins behind the last slot."""
+    devices = (card(0, 20000, backend="rpc"), card(0, 20000))
+    plan = make_plan(target="x", header=moe_header([100] * 4), drafter=None, inventory=rig(*devices), settings=BASE)
+    assert plan.fits
+    assert plan.resident_layers == (0, 1, 2, 3)
