@@ -97,7 +97,9 @@ def _misused(error: Any, words: tuple[str, ...]) -> int:
     from launcher.workflows import usage
 
     command = error.ctx.command_path if getattr(error, "ctx", None) else "launcher"
-    return _refuse(usage.refusal(error.format_message(), getattr(error, "option_name", None), words, command))
+    param, option = getattr(error, "param", None), getattr(error, "option_name", None)
+    spellings = (*param.opts, *param.secondary_opts) if param is not None else ()
+    return _refuse(usage.refusal(error.format_message(), option, words, command, spellings))
 
 
 def _refuse(error: LauncherError) -> int:

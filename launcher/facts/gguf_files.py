@@ -147,8 +147,8 @@ def not_gguf(path: Path, head: bytes) -> ModelUnreadable:
         return ModelUnreadable(
             "lfs-pointer",
             f"{path.name} is a Git-LFS pointer, not the model{of}",
-            fix=f"git -C {shlex.quote(str(path.parent))} lfs pull --include {shlex.quote(path.name)}, or curl -fL -o "
-            f"{shlex.quote(str(path))} {shlex.quote(url)}",
+            fix=f"git -C {shlex.quote(str(path.parent))} lfs pull --include {shlex.quote(path.name)}"
+            f"     # or curl -fL -o {shlex.quote(str(path))} {shlex.quote(url)}",
         )
     if not head.strip(b"\0"):
         seen = "only zeros: a download that reserved its space and never arrived"

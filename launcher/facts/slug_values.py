@@ -229,7 +229,7 @@ def fights(words: Sequence[str], value_of: Callable[[str], str]) -> Iterator[tup
             value = words[at + 1]
         problem = f"{flag} is the launcher's to write" + (f": use {key}" if key else "")
         if why := INSTEAD.get(flag):
-            yield at, f"{problem} ({why})"
+            yield at, f"{problem} ({f'{flag} {value}'.strip()}: {why})"
         elif value and key:
             yield at, f"{problem} ({flag} {value} against {key}: {value_of(key)})"
         else:

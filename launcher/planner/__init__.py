@@ -130,7 +130,7 @@ def _usable(devices: tuple[Device, ...], s: Settings) -> tuple[tuple[Device, ...
             raise DeviceUnusable(
                 "device-free-unknown",
                 f"cannot read the free memory of {d.name} ({d.description})",
-                fix="--rig FILE     # a file that describes this machine and says what is free",
+                fix=f"--devices=-{d.name}     # without it; or plan with --rig FILE, which says what is free",
             )
         taken = s.reserve_bytes.get(d.name, 0)
         if taken:
@@ -144,7 +144,9 @@ def _usable(devices: tuple[Device, ...], s: Settings) -> tuple[tuple[Device, ...
         raise UsageError(
             "device-unknown",
             f"reserve names {unknown[0]}, devices are: {names}",
-            fix="launcher plan TARGET --reserve CUDA0=2GiB",
+            fix=f"--reserve {devices[0].name}=2GiB"
+            if devices
+            else "launcher plan --help     # no device, nothing to reserve",
         )
     return tuple(result), warnings
 

@@ -39,7 +39,9 @@ def check(p: Problem) -> None:
         raise _refused("its blocks are part of the target's file and lie where those blocks lie", _FOLLOW)
     if s.drafter_device not in (None, HOST, *names):
         known = ", ".join((*names, HOST))
-        raise _refused(f"no device is called {s.drafter_device!r} (here: {known})", f"--drafter-device {known}")
+        raise _refused(
+            f"no device is called {s.drafter_device!r} (here: {known})", f"--drafter-device {(*names, HOST)[0]}"
+        )
     if s.drafter_experts == HOST and not draft.is_moe:
         raise _refused("it has no routed experts to keep in host memory", "--drafter-experts auto")
     if borrows_output(draft, s.drafter_type) and names and s.drafter_device not in (None, names[-1]):

@@ -88,7 +88,7 @@ def check(plan: Plan, header: ModelHeader) -> None:
             "rules-mismatch",
             f"the -ot rules do not give the planned placement: {len(wrong)} tensors or rules differ",
             context="\n".join(wrong[:5]),
-            fix=f"put device rules before the catch-all: -ot '{_in_order(plan.rules)}'",
+            fix=f"-ot '{_in_order(plan.rules)}'",
         )
 
 

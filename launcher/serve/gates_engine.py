@@ -60,7 +60,7 @@ def _unknown_flags(slug: Slug, engine: Engine) -> Iterator[Gate]:
         if not _FLAG.match(word) or flag in engine.flags:
             continue
         why = engine.removed.get(flag, "")
-        near = difflib.get_close_matches(flag, sorted(engine.flags), n=1)
+        near = difflib.get_close_matches(flag, sorted(engine.flags), n=1, cutoff=0.75)
         guess = "" if why or not near else f"; did you mean {near[0]}?"
         name, equals, _ = flag.partition("=")
         if equals and name in engine.flags:
@@ -163,13 +163,14 @@ def kv_kernels(plan: Plan, engine: Engine | None) -> Iterator[Gate]:
             fix=f"--kv {_nearest(*pair)}",
         )
     elif engine is not None or _NEVER in pair:
+        built = "" if _NEVER in pair else "     # or an engine built with the pair in GGML_CUDA_FA_QUANTS"
         has = f"{found.file} has {_pairs(found)}" if found else f"no build has one for {_NEVER}"
         yield Gate(
             name="kv-no-kernel",
             ok=False,
             detail=f"{shown}: no attention kernel on {', '.join(cards)}, so attention would run on the CPU",
             context=f"{has}\nmeasured elsewhere for such a pair: prefill 34 tokens a second in place of 659 to 1,094",
-            fix=f"--kv {_nearest(*pair)}     # or an engine built with the pair in GGML_CUDA_FA_QUANTS",
+            fix=f"--kv {_nearest(*pair)}{built}",
         )
 
 

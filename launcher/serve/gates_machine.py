@@ -23,6 +23,7 @@ def machine_gates(plan: Plan | None, inventory: Inventory, around: Surroundings,
     """
     yield from left_out(inventory)
     yield from _card_order(inventory, around)
+    yield from _memory_limit(inventory)
     if plan is not None:
         yield from _memlock(plan, around)
         yield from _slow_files(plan, around)
@@ -43,6 +44,26 @@ def left_out(inventory: Inventory) -> Iterator[Gate]:
         fix = "launcher engine install     # builds one for the cards of this machine"
     for text in inventory.warnings:
         yield Gate(name="devices-seen", ok=True, note=True, detail=text, fix=fix)
+
+
+def _memory_limit(inventory: Inventory) -> Iterator[Gate]:
+    """A note where a control group leaves less than the machine has: of a systemd unit, or of a container."""
+    host = inventory.host
+    path = PurePath(host.limited_by)
+    if not path.is_absolute():
+        return
+    unit = path.parent.name
+    fix = "docker update --memory 0 CONTAINER     # on the machine that runs this container"
+    if unit.endswith((".slice", ".scope", ".service")):
+        limit = "MemoryHigh" if path.name == "memory.high" else "MemoryMax"
+        fix = f"sudo systemctl set-property --runtime {shlex.quote(unit)} {limit}=infinity"
+    yield Gate(
+        name="memory-limit",
+        ok=True,
+        note=True,
+        detail=f"{host.limited_by} leaves {gib(host.available_bytes)} GiB; the machine has {gib(host.total_bytes)}",
+        fix=fix,
+    )
 
 
 def _card_order(inventory: Inventory, around: Surroundings) -> Iterator[Gate]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ipaddress
 import shlex
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 import psutil
 
@@ -21,6 +22,7 @@ from launcher.structs import (
     DevicePlan,
     Engine,
     Gate,
+    Host,
     HostPlan,
     Inventory,
     ModelHeader,
@@ -92,7 +94,7 @@ def gates(
         found += gates_engine.environment_notes(around)
     else:
         found += gates_machine.left_out(inventory)
-    return tuple(found)
+    return tuple(_limited(gate, inventory.host) for gate in found)
 
 
 def refuse_if_closed(gates: Iterable[Gate], target: str) -> None:
@@ -137,7 +139,7 @@ def _devices(slug: Slug | None, plan: Plan | None, inventory: Inventory) -> Iter
             name="devices-too-few",
             ok=False,
             detail=f"{slug.name} asks for {floor} devices; there are {len(devices)}",
-            context=f"devices: {names}",
+            context="\n".join((f"devices: {names}", *inventory.warnings)),
             fix="nvidia-smi -L     # what the driver sees; for fewer, lower devices.min in a copy of the slug",
         )
     elif floor:
@@ -195,6 +197,14 @@ def _host(plan: Plan) -> Gate:
         context=_host_sum(host),
         fix=way_out(plan),
     )
+
+
+def _limited(gate: Gate, host: Host) -> Gate:
+    """The host gate with the control group that binds, where it is one and not the memory of the machine."""
+    if gate.name != "host-ram-short" or not host.limited_by.startswith("/"):
+        return gate
+    limit = f"limited by {host.limited_by}; the machine has {gib(host.total_bytes)} GiB"
+    return replace(gate, context=f"{gate.context}\n{limit}")
 
 
 def _host_sum(host: HostPlan) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 import shlex
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from decimal import Decimal, InvalidOperation
 from typing import Any
@@ -49,6 +50,13 @@ def command(name: str, options: Mapping[str, str | bool | None]) -> str:
 def invalid(option: str, problem: str, fix: str) -> UsageError:
     """The refusal of one option."""
     return UsageError("override-invalid", f"{option}: {problem}", fix=fix)
+
+
+def nearest(option: str, word: str, words: Sequence[str]) -> str:
+    """A fix for a word that is none of a list: the nearest one, else the first, and the others behind it."""
+    first = (*difflib.get_close_matches(word, words, n=1), words[0])[0]
+    others = ", ".join(dict.fromkeys(w for w in words if w != first))
+    return f"{option} {first}     # or {others}"
 
 
 def settings(slug: Slug | None, given: Mapping[str, Any]) -> Settings:
@@ -264,7 +272,7 @@ def _kv_types(given: Mapping[str, Any], serve: ServeSettings) -> tuple[str, str]
     type_k, type_v = given.get("type_k", type_k), given.get("type_v", type_v)
     for kind in (type_k, type_v):
         if kind not in KV_TYPES:
-            raise invalid("--kv", f"{kind!r} is no KV cache type", f"--kv {' | '.join(KV_TYPES)}")
+            raise invalid("--kv", f"{kind!r} is no KV cache type", nearest("--kv", kind, ("f16", *KV_TYPES)))
     return type_k, type_v
 
 
@@ -290,7 +298,7 @@ def _one_of(given: Mapping[str, Any], key: str, option: str, words: tuple[str, .
         return None
     word = str(given[key]).lower()
     if word not in words:
-        raise invalid(option, f"{given[key]!r} is not known", f"{option} {' | '.join(words)}")
+        raise invalid(option, f"{given[key]!r} is not known", nearest(option, word, words))
     return word
 
 
@@ -348,3 +356,10 @@ def check_cache(found: Settings, header: ModelHeader) -> None:
     if latent and found.type_k != found.type_v:
         what = f"{header.arch} keeps one cache for K and V, so {found.type_k}/{found.type_v} cannot be"
         raise invalid("--kv", what, f"--kv {found.type_k}")
+    keys = {k.removeprefix(f"{header.arch}."): v for k, v in header.metadata.items() if isinstance(v, int)}
+    whole = keys.get("embedding_length", 0) // (keys.get("attention.head_count") or 1)
+    for kind, what, size in (("key", found.type_k, "K"), ("value", found.type_v, "V")):
+        width, block = keys.get(f"attention.{kind}_length", whole), KV_TYPES[what][0]
+        if found.flash_attn != "off" and width % block:
+            why = f"{size} heads of {width} are no multiple of the {block} values that a block of {what} holds"
+            raise invalid("--kv", why, "--kv f16")

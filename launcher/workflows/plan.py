@@ -149,7 +149,7 @@ def _drafter(target: Target, given: Mapping[str, Any]) -> tuple[ModelHeader | No
     if named == "off" or given.get("draft_max") == 0:
         return None, None, 0
     if named:
-        draft = targets.named_header(named, "--drafter off, or --drafter /path/to/drafter.gguf")
+        draft = targets.named_header(named, "--drafter off     # or --drafter /path/to/drafter.gguf")
         kind = targets.drafter_type(draft)
         if kind == "draft-simple" and slug and slug.drafter and slug.drafter.type == "draft-simple":
             return draft, slug.drafter.type, depth

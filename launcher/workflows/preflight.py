@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from launcher.errors import DeviceUnusable, LauncherError, ModelUnreadable, UsageError
+from launcher.errors import DeviceUnusable, LauncherError, ModelUnreadable, Refused, UsageError
 from launcher.facts.paths import state_dir
 from launcher.facts.surroundings import Surroundings, read_surroundings
 from launcher.serve import gates_port, state
@@ -19,6 +20,15 @@ from launcher.workflows import target as targets
 from launcher.workflows.plan import Inputs, Planned
 from launcher.workflows.target import Target
 from launcher.workflows.world import World
+
+
+@contextlib.contextmanager
+def as_gate() -> Iterator[None]:
+    """What ends here before there are gates is a closed one all the same: the same id, as Refused."""
+    try:
+        yield
+    except (ModelUnreadable, DeviceUnusable) as error:
+        raise Refused(error.reference, error.message, context=error.context, fix=error.fix) from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,9 +50,10 @@ def run(
 ) -> Checked:
     """`preflight`: gates for this machine, or for a rig file (its ports and processes are not looked at).
 
-    Raises UsageError, SlugInvalid; whatever else is wrong is a closed gate.
+    Raises UsageError, SlugInvalid, Refused (nothing to make gates of); whatever else is wrong is a closed gate.
     """
-    target = targets.resolve(text)
+    with as_gate():
+        target = targets.resolve(text)
     gone = () if rig else state.running()
     command = overrides.command("launcher preflight", {"--force": force, "--rig": rig, "--engine": engine})
     return check(target, given, rig=rig, engine=engine, force=force, gone=gone, command=command)
@@ -65,7 +76,8 @@ def check(
 ) -> Checked:
     """Plan as far as that goes, then every gate; a way out is shown as `command` with what must change."""
     found, engine_error = _engine(target, engine)
-    surveyed, devices_error = _world(target, given, rig, found, gone)
+    with as_gate():
+        surveyed, devices_error = _world(target, given, rig, found, gone)
     inputs, model_error, plan_error = None, None, devices_error
     planned: Planned | None = None
     try:

@@ -20,7 +20,8 @@ def run(text: str, given: Mapping[str, Any], *, engine: str | None, force: bool,
     cards  UUIDs that the plan must be on, separated by commas: no start on the CPU because a driver is late
     Raises UsageError, SlugInvalid, Refused (a gate; cards-missing), DeviceUnusable, EngineFailed.
     """
-    target = targets.resolve(text)
+    with preflight.as_gate():
+        target = targets.resolve(text)
     command = overrides.command("launcher run", {"--force": force, "--engine": engine, "--cards": cards})
     checked = preflight.check(target, given, engine=engine, force=force, command=command)
     preflight.refuse(checked)

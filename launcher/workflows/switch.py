@@ -88,7 +88,7 @@ def run(
         text, given = last.slug, {**last.given, **given}
         force, engine = force or last.force, engine or last.engine
         progress.back(text, tuple(overrides.words(given)))
-    with _told(progress.kept, state.running):
+    with _told(progress.kept, state.running), preflight.as_gate():
         target = targets.resolve(text)
     with _terminated_as_interrupted(), state.lock(LOCK):
         running = state.running()

@@ -119,8 +119,18 @@ def named_header(path: str | Path, again: str) -> ModelHeader:
             seen = "\n".join(p.name for p in near)
             context = f"{near[0].parent} holds:\n{seen}" if near else error.context
             raise ModelUnreadable(error.reference, error.message, context=context, fix=again) from error
-        fix = f"ls -l {shlex.quote(str(found))}     # fetch it again from where it came from, to the same place"
-        raise ModelUnreadable(error.reference, error.message, context=error.context, fix=fix) from error
+        raise ModelUnreadable(
+            error.reference, error.message, context=error.context, fix=_fetched(found, error)
+        ) from error
+
+
+def _fetched(path: Path, error: ModelUnreadable) -> str:
+    """The download of a file of unknown origin; what ended early goes on where it stopped."""
+    if error.reference == "shards-missing" and (names := error.context.split()):
+        path = path.parent / names[0]
+    goes_on = "-C - " if error.reference in ("model-empty", "data-truncated", "header-truncated") else ""
+    url = f"https://huggingface.co/OWNER/REPO/resolve/main/{path.name}"
+    return f"curl -fL {goes_on}-o {shlex.quote(str(path))} {shlex.quote(url)}     # from where it came"
 
 
 def _near(path: Path) -> list[Path]:
@@ -146,7 +156,7 @@ def projector_path(target: Target, named: str | None = None) -> Path | None:
     Raises ModelUnreadable when it is not here or no GGUF.
     """
     if named is not None and named != "off":
-        header = named_header(named, "--mmproj off, or --mmproj /path/to/mmproj.gguf")
+        header = named_header(named, "--mmproj off     # or --mmproj /path/to/mmproj.gguf")
         return Path(header.path)
     if named == "off" or target.slug is None or target.slug.mmproj is None:
         return None

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from launcher.errors import LauncherError
 from launcher.structs import DevicePlan, MeasuredCompute, Plan, Range, Source
 from launcher.units import KIB
+from launcher.workflows import overrides
 from launcher.workflows import plan as pipeline
 
 if TYPE_CHECKING:
@@ -153,10 +154,12 @@ def _combinations(axes: Mapping[str, _Options]) -> Iterator[_Options]:
 
 
 def _planned(inputs: Inputs, options: _Options) -> Plan | None:
-    """None where the planner refuses these settings altogether."""
+    """None where the planner or the engine refuses these settings altogether."""
     changes = {k: v for o in options for k, v in o.settings.items()}
     try:
-        return inputs.plan(replace(inputs.settings, **changes))
+        settings = replace(inputs.settings, **changes)
+        overrides.check_cache(settings, inputs.header)
+        return inputs.plan(settings)
     except LauncherError:
         return None
 

@@ -19,17 +19,22 @@ _OPTIONS = {
 }
 
 
-def refusal(message: str, option: str | None, words: Sequence[str], command: str) -> UsageError:
+def refusal(
+    message: str, option: str | None, words: Sequence[str], command: str, spellings: Sequence[str] = ()
+) -> UsageError:
     """The refusal of a command line.
 
     message  the parser's own words
     option   the option that it does not know, cut to a letter where it read `-ngl` as three; None for other problems
     words    the command line as it was typed
     command  `launcher plan`, to name its help
+    spellings  of the option whose value is wrong: the parser does not say which value that was
     """
     fix = f"{command} --help"
     if option is None:
-        return UsageError("usage", message.rstrip("."), fix=fix)
+        at = next((i for i, w in enumerate(words) if w.partition("=")[0] in spellings), None)
+        typed = "" if at is None else " ".join(words[at : at + 1 if "=" in words[at] else at + 2])
+        return UsageError("usage", message.rstrip("."), context=typed and f"typed: {typed}", fix=fix)
     cut = [w.partition("=")[0] for w in words if w.startswith(option)]
     whole = next((w for w in cut if w in OWNED_FLAGS), cut[0] if cut else option)
     key = OWNED_FLAGS.get(whole)

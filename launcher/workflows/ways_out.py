@@ -51,6 +51,7 @@ def _ways(planned: Planned) -> list[WayOut]:
         if len(ways) + len(slugs) + len(more) >= _MOST:
             break
         try:
+            overrides.check_cache(change.settings, planned.inputs.header)
             other = planned.inputs.plan(change.settings)
         except LauncherError:
             continue

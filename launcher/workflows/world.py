@@ -51,7 +51,7 @@ def from_rig(path: str, engine: Engine | None, slug: Slug | None, given: Mapping
     """The rig of a file. Raises SlugInvalid (rig-invalid), UsageError (device-unknown)."""
     file = Path(path).expanduser()
     if not file.is_file():
-        raise SlugInvalid("rig-missing", f"no rig file at {path}", fix="launcher plan TARGET --rig /path/to/rig.yaml")
+        raise SlugInvalid("rig-missing", f"no rig file at {path}", fix="--rig /path/to/rig.yaml")
     found = rig_facts.load_rig(file)
     inventory = replace(found, devices=_chosen(found.devices, slug, given), engine=engine)
     return World(inventory=inventory, no_dry_run="planned for a rig file")

@@ -75,6 +75,24 @@ def test_every_id_is_documented_and_every_documented_id_exists() -> None:
     assert {k: v for k, v in code.items() if doc[k] != v} == {}
 
 
+def test_no_fix_begins_with_prose() -> None:
+    """A fix is pasted: it begins with a command, an option, a variable or an editor, wherever it is written."""
+    begins = re.compile(
+        r"(launcher|switch|python|pip|curl|git|cat|ls|df|rm|cp|tail|ulimit|sudo|docker|nvidia-smi|chmod|llama-server"
+        r"|ggml-rpc-server|export|unset|kill|try --numa)\b|\$\{EDITOR:-vi\} |--?[a-z]|[A-Z_]+="
+    )
+    prose = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            for keyword in node.keywords if isinstance(node, ast.Call) else ():
+                value = keyword.value
+                first = value.values[0] if isinstance(value, ast.JoinedStr) and value.values else value
+                text = first.value if isinstance(first, ast.Constant) else None
+                if keyword.arg == "fix" and isinstance(text, str) and text and not begins.match(text):
+                    prose.append(f"{path.relative_to(PACKAGE)}:{value.lineno}: {text}")
+    assert prose == []
+
+
 def test_ids_are_kebab_case() -> None:
     assert [r for r in raised() if not KEBAB.match(r)] == []
 
