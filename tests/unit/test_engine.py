@@ -266,3 +266,10 @@ def test_folders_that_are_not_ours_to_enter(tmp_path: Path) -> None:
             os.seteuid(0)
         closed.chmod(0o755)
     assert [e.value.reference for e in (searched, named)] == ["engine-missing", "engine-missing"]
+
+
+def test_what_took_the_place_of_a_removed_flag() -> None:
+    said = (CAPTURED / "help_b11434.txt").read_text()
+    removed = engine.parse_removed(said)
+    assert removed["--draft-max"] == removed["--draft"] == "use --spec-draft-n-max or --spec-ngram-mod-n-max"
+    assert not removed.keys() & engine.parse_help(said)[0]
