@@ -35,7 +35,7 @@ def before() -> Before:
     raise UsageError(
         "nothing-before",
         f"nothing else was ready before ({len(state.history())} runs in the history)",
-        fix="launcher history, then: switch SLUG",
+        fix="launcher history     # then: switch SLUG",
     )
 
 

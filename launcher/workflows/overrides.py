@@ -308,7 +308,7 @@ def _numa(given: Mapping[str, Any]) -> str | None:
     try:
         return numa(str(given["numa"]).lower())
     except ValueError as error:
-        raise invalid("--numa", str(error), f"--numa {' | '.join(NUMA_MODES)}") from error
+        raise invalid("--numa", str(error), nearest("--numa", str(given["numa"]).lower(), NUMA_MODES)) from error
 
 
 def _size(given: Mapping[str, Any], key: str, option: str) -> int:

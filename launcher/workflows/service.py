@@ -51,7 +51,7 @@ def install(text: str, given: Mapping[str, Any], *, engine: str | None, force: b
     try:
         said = units.text(unit)
     except ValueError as error:
-        raise UsageError("unit-word", str(error), fix="rename the file or the option's value") from error
+        raise UsageError("unit-word", str(error), fix="launcher list     # a slug's name has no such letters; else rename the file or the option's value") from error
     cards = _cards(planned)
     notes = [] if cards else ["the plan uses no card: the service waits for none"]
     if system:
@@ -207,7 +207,7 @@ def _unwritable(path: Path, error: OSError) -> Refused:
     return Refused(
         "unit-unwritable",
         f"cannot write {path}: {error.strerror or error}",
-        fix="add --system, which only prints the unit",
+        fix="--system     # which only prints the unit",
     )
 
 
