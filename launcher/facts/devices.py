@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from launcher.errors import DeviceUnusable
+from launcher.facts import device_list, rpc
 from launcher.facts import host as host_facts
-from launcher.facts import rpc
 from launcher.facts.engine import call, clean_env
 from launcher.facts.nvml import NvmlCard, driver_trouble, nvml_cards
 from launcher.structs import Device, Engine, Host
@@ -99,6 +99,10 @@ def read_devices(
         local, more = merge(None, seen, host=host)
         note = f"{full[0].name} has {human(full[0].free_bytes or 0)} free: the engine was not asked to list its devices"
         return remote + local, (*warnings, *more, note)
+    kept = device_list.key(engine.digest, seen, env)
+    if kept and (known := _kept(kept, seen)) is not None:
+        local, more = merge(known, seen, host=host)
+        return remote + local, warnings + more
     listed = call((engine.path, "--list-devices"), clean_env(env), _LIST_TIMEOUT_S)
     if listed.code != 0:
         raise DeviceUnusable(
@@ -108,7 +112,24 @@ def read_devices(
             fix="nvidia-smi   # does the driver answer? then: launcher engine probe",
         )
     local, more = merge(parse_list_devices(listed.out), seen, host=host)
+    if kept and not more and _cards_alone(local, seen):
+        device_list.store(kept, listed.out)
     return remote + local, warnings + more
+
+
+def _cards_alone(local: Sequence[Device], seen: Sequence[NvmlCard]) -> bool:
+    """Whether each device is a card of its own that the driver knows: what is free is the driver's figure then."""
+    return bool(local) and [d.uuid for d in local] == [c.uuid for c in seen]
+
+
+def _kept(name: str, cards: Sequence[NvmlCard]) -> tuple[ListedDevice, ...] | None:
+    """The kept list with what is free now, None without one."""
+    said = device_list.load(name)
+    listed = parse_list_devices(said) if said is not None else ()
+    if len(listed) != len(cards):
+        return None
+    pairs = zip(listed, cards, strict=True)
+    return tuple(replace(one, free_bytes=min(one.total_bytes, card.free_bytes or 0)) for one, card in pairs)
 
 
 def visible_cards(cards: Sequence[NvmlCard], env: Mapping[str, str]) -> tuple[tuple[NvmlCard, ...], tuple[str, ...]]:

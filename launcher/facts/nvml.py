@@ -88,6 +88,26 @@ def driver_trouble(nvml: Any = None) -> str:
     return ""
 
 
+def driver_version(nvml: Any = None) -> str:
+    """The NVIDIA driver's version, empty where none answers. Never raises.
+
+    nvml  a module with pynvml's functions; None imports pynvml
+    """
+    if nvml is None:
+        import pynvml
+
+        nvml = pynvml
+    try:
+        nvml.nvmlInit()
+        try:
+            said = nvml.nvmlSystemGetDriverVersion()
+        finally:
+            nvml.nvmlShutdown()
+    except (nvml.NVMLError, OSError):
+        return ""
+    return said.decode("utf-8", "replace") if isinstance(said, bytes) else str(said)
+
+
 def _ask(nvml: Any, what: Callable[..., Any], notes: list[str], name: str, *args: Any) -> Any:
     """One NVML call; None, and a note, for anything it refuses (not supported, no permission, lost card)."""
     try:

@@ -226,26 +226,6 @@ def learn(plan: Plan, audit: Audit, engine: str, driver: str, *, card_deltas: bo
         state.write_json(path(), to_document(now))
 
 
-def driver_version(nvml: Any = None) -> str:
-    """The NVIDIA driver's version, empty where none answers. Never raises.
-
-    nvml  a module with pynvml's functions; None imports pynvml
-    """
-    if nvml is None:
-        import pynvml
-
-        nvml = pynvml
-    try:
-        nvml.nvmlInit()
-        try:
-            said = nvml.nvmlSystemGetDriverVersion()
-        finally:
-            nvml.nvmlShutdown()
-    except (nvml.NVMLError, OSError):
-        return ""
-    return said.decode("utf-8", "replace") if isinstance(said, bytes) else str(said)
-
-
 def _is_context(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and _CONTEXT_LEAST <= value <= _CONTEXT_MOST
 

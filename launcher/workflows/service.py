@@ -51,7 +51,11 @@ def install(text: str, given: Mapping[str, Any], *, engine: str | None, force: b
     try:
         said = units.text(unit)
     except ValueError as error:
-        raise UsageError("unit-word", str(error), fix="launcher list     # a slug's name has no such letters; else rename the file or the option's value") from error
+        raise UsageError(
+            "unit-word",
+            str(error),
+            fix="launcher list     # a slug's name has no such letters; else rename the file or the option's value",
+        ) from error
     cards = _cards(planned)
     notes = [] if cards else ["the plan uses no card: the service waits for none"]
     if system:

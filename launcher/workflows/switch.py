@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from launcher.errors import DeviceUnusable, LauncherError, Refused
 from launcher.facts import devices as device_facts
-from launcher.facts import load_log
+from launcher.facts import load_log, nvml
 from launcher.measure import learned, verify
 from launcher.serve import alive, native, state, wait
 from launcher.serve.rpc import RpcSpawn
@@ -218,7 +218,7 @@ def _free_bytes(planned: Plan) -> dict[str, int]:
 
 def _learn(planned: Plan, engine: Engine | None, audit: Audit, *, alone: bool) -> None:
     if engine is not None:
-        driver = learned.driver_version() if audit.cards else ""
+        driver = nvml.driver_version() if audit.cards else ""
         learned.learn(planned, audit, engine.digest, driver, card_deltas=alone)
 
 

@@ -12,6 +12,7 @@ from launcher.errors import DeviceUnusable, SlugInvalid
 from launcher.facts import devices as device_facts
 from launcher.facts import engine as engine_facts
 from launcher.facts import host as host_facts
+from launcher.facts import nvml
 from launcher.facts import rig as rig_facts
 from launcher.measure import learned
 from launcher.serve import numa
@@ -141,7 +142,7 @@ def _with_learned(devices: tuple[Device, ...], engine: Engine | None) -> tuple[D
     known = learned.read()
     if engine is None or not any(card.engine == engine.digest for card in known.contexts):
         return devices
-    return learned.applied(devices, known, engine.digest, learned.driver_version())
+    return learned.applied(devices, known, engine.digest, nvml.driver_version())
 
 
 def _credited(device: Device, pids: set[int]) -> Device:

@@ -72,7 +72,7 @@ class Server:
         """Keep what this launch showed, as `switch` does."""
         engine = self.planned.inventory.engine if self.planned else None
         if self.found is not None and self.planned is not None and engine is not None:
-            learned.learn(self.planned.plan, self.found, engine.digest, learned.driver_version())
+            learned.learn(self.planned.plan, self.found, engine.digest, nvml.driver_version())
 
 
 @dataclass(kw_only=True)

@@ -11,7 +11,6 @@ from typing import Any
 from acceptance.matrix import Run
 from launcher.facts import engine as engines
 from launcher.facts import host, nvml
-from launcher.measure.learned import driver_version
 from launcher.workflows.plan import Planned
 
 
@@ -31,7 +30,7 @@ def rig(uuids: list[str], engine: str | None) -> dict[str, Any]:
              "numa_node": getattr(c, "numa_node", None), "note": c.note}
             for c in nvml.nvml_cards() if c.uuid in uuids
         ],
-        "driver": driver_version(),
+        "driver": nvml.driver_version(),
         "cpu": _cpu(),
         "cores": machine.cores,
         "total_bytes": machine.total_bytes,

@@ -66,7 +66,10 @@ def test_with_nothing_before_there_is_nothing_to_go_back_to() -> None:
     ready("demo/a", 100.0, ready_at=None, reason="start failed")
     with pytest.raises(UsageError) as refused:
         back.before()
-    assert (refused.value.reference, refused.value.fix) == ("nothing-before", "launcher history     # then: switch SLUG")
+    assert (refused.value.reference, refused.value.fix) == (
+        "nothing-before",
+        "launcher history     # then: switch SLUG",
+    )
     assert "(1 runs in the history)" in refused.value.message
 
 

@@ -17,7 +17,7 @@ import pynvml
 import pytest
 
 from launcher.errors import DeviceUnusable
-from launcher.facts import rpc
+from launcher.facts import nvml, rpc
 from launcher.facts.devices import (
     ListedDevice,
     NvmlCard,
@@ -551,3 +551,76 @@ def test_devices_of_servers_that_are_not_started_yet() -> None:
     assert (second.name, second.buffer_type, second.shares_host) == ("RPC1", "RPC0[127.0.0.1:50053]", True)
     (tight,) = loopback_devices(("127.0.0.1:50052",), replace(HOST, available_bytes=GIB), 2 * GIB)
     assert tight.free_bytes == GIB
+
+
+# ------------------------------------------------------------------------------------------ kept lists
+
+TWO = (
+    'echo "Available devices:"\necho "  CUDA0: NVIDIA GeForce RTX 3090 (24123 MiB, 23900 MiB free)"\n'
+    'echo "  CUDA1: NVIDIA GeForce RTX 3090 (24123 MiB, 23900 MiB free)"'
+)
+ENV = {"PATH": "/usr/bin:/bin"}
+
+
+def times_asked(tmp_path: Path) -> int:
+    calls = tmp_path / "calls"
+    return len(calls.read_text().splitlines()) if calls.exists() else 0
+
+
+def test_a_list_of_cards_is_asked_for_once_and_what_is_free_is_the_drivers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nvml, "driver_version", lambda: "580.159.04")
+    engine = fake_engine(tmp_path, TWO)
+    first, _ = read_devices(engine, env=ENV, cards=(card(0), card(1)))
+    again, warnings = read_devices(engine, env=ENV, cards=(card(0), card(1, free_bytes=9000 * MIB)))
+    assert times_asked(tmp_path) == 1
+    assert [d.free_bytes for d in first] == [24125 * MIB, 24125 * MIB]
+    assert [d.free_bytes for d in again] == [24125 * MIB, 9000 * MIB]
+    assert ([d.name for d in again], warnings) == (["CUDA0", "CUDA1"], ())
+    assert [replace(d, free_bytes=0) for d in again] == [replace(d, free_bytes=0) for d in first]
+
+
+@pytest.mark.parametrize(
+    ("changed", "driver", "env"),
+    [
+        ((card(0), card(2)), "580.159.04", ENV),
+        ((card(1), card(0)), "580.159.04", ENV),
+        ((card(0), card(1)), "590.10", ENV),
+        ((card(0), card(1)), "", ENV),
+        ((card(0), card(1)), "580.159.04", {**ENV, "GGML_CUDA_DEVICES": "2"}),
+        ((card(0), card(1)), "580.159.04", {**ENV, "CUDA_VISIBLE_DEVICES": "0,1"}),
+        ((card(0), card(1, free_bytes=None)), "580.159.04", ENV),
+    ],
+    ids=["another card", "another order", "another driver", "no driver", "virtual", "visible", "free unknown"],
+)
+def test_whatever_decides_the_list_makes_it_be_asked_for_again(
+    changed: tuple[NvmlCard, ...], driver: str, env: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nvml, "driver_version", lambda: "580.159.04")
+    engine = fake_engine(tmp_path, TWO)
+    read_devices(engine, env=ENV, cards=(card(0), card(1)))
+    read_devices(replace(engine, digest="1"), env=ENV, cards=(card(0), card(1)))
+    assert times_asked(tmp_path) == 2
+    monkeypatch.setattr(nvml, "driver_version", lambda: driver)
+    read_devices(engine, env=env, cards=changed)
+    assert times_asked(tmp_path) == 3
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        TWO + '\necho "  Vulkan0: NVIDIA GeForce RTX 3060 (12000 MiB, 11000 MiB free)"',
+        TWO.replace("RTX 3090 (24123", "RTX 3090 (dev p0/v0) (24123"),
+        TWO.splitlines()[0],
+    ],
+    ids=["another backend", "virtual devices", "no card"],
+)
+def test_a_list_that_says_more_than_the_driver_is_asked_for_each_time(
+    body: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nvml, "driver_version", lambda: "580.159.04")
+    engine = fake_engine(tmp_path, body)
+    for _ in range(2):
+        read_devices(engine, env=ENV, cards=(card(0), card(1)))
+    assert times_asked(tmp_path) == 2

@@ -14,6 +14,7 @@ import pynvml
 import pytest
 
 from launcher.errors import Refused
+from launcher.facts import nvml as nvml_facts
 from launcher.measure import learned
 from launcher.measure.learned import Card, Learned
 from launcher.measure.verify import audit
@@ -276,11 +277,11 @@ def test_the_version_of_the_driver() -> None:
 
     for says in (lambda: DRIVER, lambda: DRIVER.encode()):
         nvml = Driver(says)
-        assert (learned.driver_version(nvml), nvml.shut) == (DRIVER, 1)
+        assert (nvml_facts.driver_version(nvml), nvml.shut) == (DRIVER, 1)
     nvml = Driver(denied)
-    assert (learned.driver_version(nvml), nvml.shut) == ("", 1)
-    assert learned.driver_version(Driver(denied, init=pynvml.NVMLError_LibraryNotFound())) == ""
-    assert learned.driver_version(SimpleNamespace(NVMLError=pynvml.NVMLError, nvmlInit=_no_library)) == ""
+    assert (nvml_facts.driver_version(nvml), nvml.shut) == ("", 1)
+    assert nvml_facts.driver_version(Driver(denied, init=pynvml.NVMLError_LibraryNotFound())) == ""
+    assert nvml_facts.driver_version(SimpleNamespace(NVMLError=pynvml.NVMLError, nvmlInit=_no_library)) == ""
 
 
 def _no_library() -> None:
