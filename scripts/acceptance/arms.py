@@ -65,8 +65,10 @@ class Server:
             self.before,
             frozenset({self.process.pid}),
         )
-        self.found = verify.audit(plan, load_log.parse_load_log(self.log_text()), seen)
-        return asdict(self.found)
+        text = self.log_text()
+        self.found = verify.audit(plan, load_log.parse_load_log(text), seen)
+        # a context may reserve more than once: which figures the log gave, and for which graph
+        return asdict(self.found) | {"reserved": [x for x in text.splitlines() if "sched_reserve" in x][-40:]}
 
     def learn(self) -> None:
         """Keep what this launch showed, as `switch` does."""
@@ -97,17 +99,27 @@ class Bench:
         """Overrides of the plan."""
         return dict(self.run.given) | ({"drafter": str(self.target["draft"])} if "draft" in self.target else {})
 
+    def alike(self) -> dict[str, Any]:
+        """Those that an inventory without an engine understands: it does not know virtual devices."""
+        return {k: v for k, v in self.given().items() if k != "reserve" or not self.run.virtual}
+
     def planned(self) -> Planned:
         """Our plan now, with what was learned so far."""
         return pipeline.run(str(self.target["model"]), self.given(), engine=self.engine)
 
     def time_plans(self) -> dict[str, Any]:
         """Seconds of the whole command: by arithmetic, with its dry runs, and once these are kept."""
-        options = overrides.words(self.given())
-        engine = ["--engine", self.engine] if self.engine else []
-        line = [sys.executable, "-m", "launcher", "plan", str(self.target["model"]), *options, "--json"]
-        found: dict[str, Any] = {}
-        for name, more in (("arithmetic", ["--no-engine"]), ("dry_runs", engine), ("kept", engine)):
+        engine = [*overrides.words(self.given()), *(["--engine", self.engine] if self.engine else [])]
+        line = [sys.executable, "-m", "launcher", "plan", str(self.target["model"]), "--json"]
+        started = time.monotonic()
+        pipeline.run(str(self.target["model"]), self.alike(), no_engine=True)
+        # what the arithmetic itself takes, header included, without the start of an interpreter
+        found: dict[str, Any] = {"in_process_s": round(time.monotonic() - started, 3)}
+        for name, more in (
+            ("arithmetic", [*overrides.words(self.alike()), "--no-engine"]),
+            ("dry_runs", engine),
+            ("kept", engine),
+        ):
             started = time.monotonic()
             done = subprocess.run([*line, *more], cwd=ROOT, capture_output=True, check=False, text=True)
             found[f"{name}_s"] = round(time.monotonic() - started, 3)
@@ -228,7 +240,9 @@ class Bench:
             if decoded[0].draft_n is not None:
                 row["draft_n"] = sum(t.draft_n or 0 for t in decoded)
                 row["draft_accepted"] = sum(t.draft_accepted or 0 for t in decoded)
-            for n in self.run.prefill:
+            room = int(server.client.props()["default_generation_settings"]["n_ctx"])  # `stock` chooses its own
+            row["n_ctx"] = room
+            for n in (n for n in self.run.prefill if n + 8 <= room):
                 found = timing.ask(server.client, timing.salted(n, self.n_vocab, seed + 10 + n), 8)
                 row[f"prefill_{n}_tps"] = round(found.prefill_tps or 0, 1)
         log = load_log.parse_load_log(server.log_text())

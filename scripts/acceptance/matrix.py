@@ -83,16 +83,13 @@ _SHAPES = [
     ),
     Run(
         name="dspark-virtual",
-        title="DeepSeek-V4-Flash cut to 12 layers with its DSpark drafter, two virtual devices of 16 GiB",
+        title="DeepSeek-V4-Flash cut to 12 layers with its DSpark drafter, two virtual devices of 18 GiB",
         spec="deepseek-v4-flash-UD-Q8_K_XL",
         draft="deepseek-v4-flash-dspark-Q8_0",
         n_layer=12,
-        limits_gib=(32,),
+        limits_gib=(36,),
         virtual=2,
-        given={
-            **_CARD, "ctx": "64k", "ubatch": 2048, "batch": 2048, "draft_max": 5,
-            "reserve": ["CUDA0=16GiB", "CUDA1=16GiB"],
-        },
+        given={**_CARD, "ctx": "64k", "ubatch": 2048, "batch": 2048, "draft_max": 5},
     ),
     Run(
         name="dspark-host-experts",
@@ -100,23 +97,19 @@ _SHAPES = [
         spec="deepseek-v4-flash-UD-Q8_K_XL",
         draft="deepseek-v4-flash-dspark-Q8_0",
         n_layer=12,
-        limits_gib=(32,),
+        limits_gib=(36,),
         virtual=2,
         given={
             **_CARD, "ctx": "64k", "ubatch": 2048, "batch": 2048, "draft_max": 5, "drafter_experts": "host",
-            "reserve": ["CUDA0=16GiB", "CUDA1=16GiB"],
         },
     ),
     Run(
         name="four-virtual",
         title="Qwen3-30B-A3B, four virtual devices of 6, 4, 3 and 3 GiB",
         spec="qwen3-30b-a3b-Q4_K_M",
-        limits_gib=(16,),
+        limits_gib=(24,),  # each of four has a quarter
         virtual=4,
-        given={
-            **_CARD, "ctx": "32k", "ubatch": 512,
-            "reserve": ["CUDA0=10GiB", "CUDA1=12GiB", "CUDA2=13GiB", "CUDA3=13GiB"],
-        },
+        given={**_CARD, "ctx": "32k", "ubatch": 512, "reserve": ["CUDA1=2GiB", "CUDA2=3GiB", "CUDA3=3GiB"]},
     ),
 ]  # fmt: skip
 RUNS = {run.name: run for run in _SHAPES}
