@@ -93,6 +93,9 @@ class Nvml:
     def nvmlShutdown(self) -> None:  # noqa: N802
         self.shut += 1
 
+    def nvmlSystemGetDriverVersion(self) -> str:  # noqa: N802
+        return "580.159.04"
+
     def nvmlDeviceGetCount(self) -> int:  # noqa: N802
         return len(self.cards)
 
