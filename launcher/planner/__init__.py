@@ -4,7 +4,7 @@ shape    header -> ModelShape: per-layer dense bytes, expert bundles, attention 
 owner    which device owns which layer: the engine's own rule in float32, and its inverse
 kv       cache and state bytes of every kind
 compute  the compute bound per backend class
-drafter  where a draft model lies and what it takes there
+drafter  where a draft model lies and what it takes there; draft_compute: the bound of its buffers
 budget   every byte term of one device for a range of slots
 host     the host sum
 numa     which NUMA nodes hold the host sum

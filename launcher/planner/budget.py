@@ -29,7 +29,8 @@ class Problem:
     """Everything that stays the same while the search moves. Devices are in `-ts` order.
 
     fixed_layers  device name -> resident layers, when a person fixed them; None: the search chooses
-    draft_apart   the drafter lies on a device that owns no slot of the target, so none of these carries it
+    draft_apart   the drafter lies on a device that owns no slot of the target, so none of these carries it; the
+                  backend of that device, empty: no such device
     memo          what was priced already; shared by the device subsets of one search
     """
 
@@ -40,7 +41,7 @@ class Problem:
     projector_bytes: int = 0
     measured: MeasuredCompute | None = None
     fixed_layers: Mapping[str, frozenset[int]] | None = None
-    draft_apart: bool = False
+    draft_apart: str = ""
     memo: dict[tuple[object, ...], object] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property

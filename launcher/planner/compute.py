@@ -13,7 +13,7 @@ does: those give every CUDA row of a device after the first to 1 MiB, and of the
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from launcher.planner import kv
 from launcher.planner.attention import Attention
@@ -23,7 +23,7 @@ from launcher.units import MIB, pad
 
 # Spec types whose drafter reads hidden states of the target: the target keeps them to the end of its graph.
 EXTRACTING = ("draft-eagle3", "draft-dflash", "draft-dspark")
-_SLACK_BYTES = MIB  # small inputs (positions, output ids), tensor alignment; and rows in MiB are truncated
+SLACK_BYTES = MIB  # small inputs (positions, output ids), tensor alignment; and rows in MiB are truncated
 NO_OFFLOAD = ("rpc", "cpu")  # backends that never compute with host-resident weights: no offload_op
 _F16 = ("f16", "bf16")
 
@@ -32,7 +32,7 @@ _F16 = ("f16", "bf16")
 class _Terms:
     """What an architecture needs beyond the common MoE graph, in units.
 
-    resident  more than `_moe()` on a device whose layers are resident
+    resident  more than `moe_units()` on a device whose layers are resident
     split     still more on device 0 as soon as there are several (Qwen3-235B: 26 units, 21 on one device)
     host      attention graph of a later CUDA device whose experts all lie in host memory
     offload   more than the common graph on device 0, beside the copy of an expert tensor
@@ -42,6 +42,7 @@ class _Terms:
     rpc       a later RPC device with host experts, beyond `used + 4` units; also its head beyond logits + 1
     holes     sizes of masks, in units, whose freed place leaves that head 3 units; up to 1 wider it needs 1 more
     head      the head beside its logits when masks are already gone
+    cpu       what takes the place of `resident` without any device; None: the same
     behind    the first of several devices may hold a second expert tensor behind the first
     """
 
@@ -55,6 +56,7 @@ class _Terms:
     rpc: float = 14.0
     holes: tuple[float, float] = (0.0, 0.0)
     head: float = 0.0
+    cpu: float | None = None
     behind: bool = True
 
 
@@ -63,14 +65,14 @@ class _Terms:
 # or the default, above all others here.
 _TERMS = {
     "qwen3moe": _Terms(resident=0.0, split=5.0, host=6.0, offload=2.0, hole=1.0, rpc=5.0, behind=False),
-    "glm4moe": _Terms(resident=7.6, host=9.0, offload=1.1, hole=1.0, rpc=10.2, holes=(3.0, 7.06)),
+    "glm4moe": _Terms(resident=7.6, cpu=-0.5, host=9.0, offload=1.1, hole=1.0, rpc=10.2, holes=(3.0, 7.06)),
     "gpt-oss": _Terms(resident=0.0, host=4.9, offload=0.1, hole=1.0, rpc=5.0, behind=False),
     "llama": _Terms(resident=0.0, host=4.1, offload=3.3, hole=1.0, rpc=0.3, behind=False),
     "deepseek2": _Terms(resident=7.8, host=27.1, offload=0.5, hole=0.55, refit=4.1, rpc=18.5, behind=False),
     "qwen3next": _Terms(resident=9.9, host=14.6, offload=-9.9, hole=0.68, copies=2, rpc=5.0, head=15.2, behind=False),
 }
 _LATER = 1.8  # a device after the first has no embedded tokens (1.8 to 2.0 units less in every s-* row)
-_HEAD = 5.0  # beside logits and masks (full-logits rows; where only one kind of mask is left, 4.0 in gpt-oss)
+HEAD_UNITS = 5.0  # beside logits and masks (full-logits rows; where only one kind of mask is left, 4.0 in gpt-oss)
 # Pipeline parallelism keeps four copies of every split input: three more masks, and units on device 0, the others and
 # the host (allgpu-norule, rpc-*-alldev). deepseek4's residual streams are four times as wide.
 _PIPELINE = (13.2, 10.0, 6.0)
@@ -78,7 +80,7 @@ _PIPELINE_DSV4 = (8.0, 45.0, 6.0)
 
 
 @dataclass(frozen=True, slots=True)
-class _Batch:
+class Batch:
     """One micro-batch in bytes. unit: an activation row of each token; mask: all masks; logits: of its outputs.
 
     window: the sliding window's mask among them; scores: attention scores of all heads, 0 with flash attention
@@ -108,9 +110,10 @@ class _Place:
     host: bool
     start_ratio: int = 0
     copy: int = 0
+    cpu: bool = False
 
 
-def _batch(shape: ModelShape, s: Settings, n_outputs: int | None) -> _Batch:
+def batch(shape: ModelShape, s: Settings, n_outputs: int | None) -> Batch:
     ctx = kv.context(s)
     ub = ctx.n_ubatch
     n_out = min(ub, _server_outputs(s) if n_outputs is None else n_outputs)
@@ -127,7 +130,7 @@ def _batch(shape: ModelShape, s: Settings, n_outputs: int | None) -> _Batch:
     row = max(shape.n_embd, shape.n_head * shape.widest_k // 8) if dsv4 else shape.n_embd
     plain = s.flash_attn == "off"  # f32 masks, and an 8-byte index for each element of a transposed V cache
     indices = 8 * shape.widest_v * (2 if shape.n_swa else 1)
-    return _Batch(
+    return Batch(
         ctx=ctx,
         unit=4 * row * ub,
         mask=(4 * cells + indices if plain else 2 * cells) * ub,
@@ -163,9 +166,9 @@ def device_compute_bytes(
     largest_host_expert_bytes  the largest routed-expert tensor in host memory
     """
     if not slots:
-        return _SLACK_BYTES
-    b = _batch(shape, s, n_outputs)
-    t, dsv4, offloads = _terms(shape), Attention.DSV4 in shape.kinds, backend not in NO_OFFLOAD
+        return SLACK_BYTES
+    b = batch(shape, s, n_outputs)
+    t, dsv4, offloads = terms(shape), Attention.DSV4 in shape.kinds, backend not in NO_OFFLOAD
     pipeline = not override and n_devices > 1
     p = _Place(
         offloads=offloads, first=first, output=output, alone=n_devices == 1, resident=resident_here, host=host_here,
@@ -182,10 +185,10 @@ def device_compute_bytes(
     if pipeline:
         more = _PIPELINE_DSV4 if dsv4 else _PIPELINE
         peak += 3 * b.mask + b.units(more[0] if first else more[1])
-    return peak + _SLACK_BYTES
+    return peak + SLACK_BYTES
 
 
-def _head(shape: ModelShape, t: _Terms, b: _Batch, p: _Place, pipeline: bool) -> int:
+def _head(shape: ModelShape, t: _Terms, b: Batch, p: _Place, pipeline: bool) -> int:
     """The head: logits, and what still lies below them. On RPC it takes the place of the layers, masks included.
 
     One device without resident experts begins with a window's mask, and in the end those behind it are free again
@@ -197,25 +200,25 @@ def _head(shape: ModelShape, t: _Terms, b: _Batch, p: _Place, pipeline: bool) ->
         more = 1 if 0 < high < masks <= high + 1 else 0
         return b.logits + b.units(3.0 if bare and low < masks <= high else 1 + t.rpc + more)
     windowed = bare and p.alone and shape.layers[0].attention is Attention.SWA
-    return b.logits + max((b.window if windowed else b.mask) + b.units(_HEAD), b.units(t.head))
+    return b.logits + max((b.window if windowed else b.mask) + b.units(HEAD_UNITS), b.units(t.head))
 
 
-def _terms(shape: ModelShape) -> _Terms:
+def terms(shape: ModelShape) -> _Terms:
     alike = "deepseek2" if Attention.MLA in shape.kinds else "qwen3next" if Attention.RECURRENT in shape.kinds else ""
     return _TERMS.get(shape.arch) or _TERMS.get(alike, _Terms())
 
 
-def _experts(shape: ModelShape) -> tuple[float, float]:
+def expert_units(shape: ModelShape) -> tuple[float, float]:
     """Units of the experts' outputs and of one of their inner activations, over all experts that a token uses."""
     return float(shape.n_expert_used), shape.n_expert_used * shape.n_ff_exp / max(1, shape.n_embd)
 
 
-def _moe(shape: ModelShape) -> float:
+def moe_units(shape: ModelShape) -> float:
     """Units of one layer's experts: outputs, weighted outputs and one activation, or gate, up and their product.
 
     19 for Qwen3-30B, 23 for Mixtral (rpc-* host rows). gpt-oss fuses the activation and has two rows of bias sums.
     """
-    outer, inner = _experts(shape)
+    outer, inner = expert_units(shape)
     return 2 * outer + inner + 2 if shape.expert_bias else max(2 * outer + inner, outer + 3 * inner)
 
 
@@ -232,10 +235,10 @@ def _kv_copies(shape: ModelShape, s: Settings, ctx: kv.Context) -> int:
     return largest
 
 
-def _common(shape: ModelShape, s: Settings, b: _Batch, p: _Place) -> int:
+def _common(shape: ModelShape, s: Settings, b: Batch, p: _Place) -> int:
     """Every architecture but deepseek4: masks, and the largest of attention, resident and offloaded experts."""
-    t = _terms(shape)
-    outer, inner = _experts(shape)
+    t = terms(shape)
+    outer, inner = expert_units(shape)
     later = 0.0 if p.first else _LATER
     copies = _kv_copies(shape, s, b.ctx) if p.offloads else 0
     if not shape.is_moe:  # attention, then gate, up and their product (Qwen3-8B: 4 + 3 * 3), beside a copied weight
@@ -248,7 +251,8 @@ def _common(shape: ModelShape, s: Settings, b: _Batch, p: _Place) -> int:
     peak = b.units(attention) + copies
     if p.resident:
         split = 0.0 if p.alone or not p.first else t.split
-        peak = max(peak, b.units(2.1 + _moe(shape) + t.resident + split - later))
+        more = t.cpu if p.cpu and t.cpu is not None else t.resident
+        peak = max(peak, b.units(2.1 + moe_units(shape) + more + split - later))
     if p.copy:
         refit = max(outer, inner) if t.refit is None else t.refit
         refit = refit if b.units(max(outer, inner)) > t.hole * p.copy else 0.0
@@ -260,7 +264,7 @@ def _common(shape: ModelShape, s: Settings, b: _Batch, p: _Place) -> int:
     return b.mask + peak
 
 
-def _dsv4(shape: ModelShape, s: Settings, b: _Batch, p: _Place) -> int:
+def _dsv4(shape: ModelShape, s: Settings, b: Batch, p: _Place) -> int:
     """deepseek4: masks and indexer scores of the ratio-4 cache decide, in steps where one outgrows the hole before it.
 
     c is an f16 mask over the ratio-4 cache in units (1 at 32K tokens, 8 at 256K); `keys` the f16 copy of its keys,
@@ -299,7 +303,7 @@ def _dsv4(shape: ModelShape, s: Settings, b: _Batch, p: _Place) -> int:
     return _dsv4_offload(shape, b, p, c, peak) if p.copy else peak
 
 
-def _dsv4_offload(shape: ModelShape, b: _Batch, p: _Place, c: float, attention: int) -> int:
+def _dsv4_offload(shape: ModelShape, b: Batch, p: _Place, c: float, attention: int) -> int:
     """Device 0 of CUDA with host experts: one or two expert tensors beside the activations.
 
     Two when several devices run (rows of 2 to 4 devices at ub 512 and 2048: 2 * 1088 + 8 and + 33 MiB), or when the
@@ -324,130 +328,21 @@ def host_compute_bytes(
 
     backends  of all devices in order; empty: everything runs on the CPU
     """
-    b = _batch(shape, s, n_outputs)
+    b = batch(shape, s, n_outputs)
     dsv4 = Attention.DSV4 in shape.kinds
     if not backends:
-        p = _Place(offloads=False, first=True, output=True, alone=True, resident=True, host=False)
+        p = _Place(offloads=False, first=True, output=True, alone=True, resident=True, host=False, cpu=True)
         peak = (_dsv4(shape, s, b, p) if dsv4 else _common(shape, s, b, p)) + b.units(1) + b.scores
-        return max(peak, b.mask + b.logits + b.units(_HEAD + 1.1)) + _SLACK_BYTES
+        return max(peak, b.mask + b.logits + b.units(HEAD_UNITS + 1.1)) + SLACK_BYTES
     n = 2.0 if dsv4 else 4.0
     if host_anywhere and all(name in NO_OFFLOAD for name in backends):
-        n = 11.2 if dsv4 else max(n, _moe(shape) + 0.1)
+        n = 11.2 if dsv4 else max(n, moe_units(shape) + 0.1)
     total = b.mask + b.units(n)
     if not override and len(backends) > 1:
         total += 3 * b.mask + b.units(_PIPELINE[2])
     if dsv4 and s.type_k not in _F16:
         total += 4 * MIB
-    return total + _SLACK_BYTES
-
-
-def drafter_device_compute_bytes(
-    target: ModelShape, draft: ModelShape, s: Settings, *, backend: str, slots: range, first: bool, output: bool,
-    head: bool | None = None, host_experts: bool = False, cut: bool = False, largest_host_bytes: int = 0,
-) -> int:  # fmt: skip
-    """Bound of one device's compute buffer of the drafter's own context.
-
-    slots               the drafter's own slots on this device, slot n_layer being its output
-    head                whether the target's output lies here, which computes the logits of a drafter that has no
-                        output.weight, even beside none of its slots; None: as `output`
-    host_experts        its routed experts lie in host memory (`-otd`)
-    cut                 some of its layers do (`-ngld`): then no pipeline runs over its devices
-    largest_host_bytes  the largest of its weights there, which a first device that offloads copies
-
-    DFlash and DSpark graphs have logits for every token of a micro-batch, whatever the server asks for. deepseek4's
-    DSpark (dspark-* rows, 3 layers, a pipeline on 2 to 4 devices) is met to 0.1 units.
-    """
-    extracting, n_draft = s.drafter_type in EXTRACTING, draft.n_layer
-    borrowed = bool(head) and extracting and not draft.has_output
-    copy = largest_host_bytes if first and backend not in NO_OFFLOAD else 0
-    if not slots and not borrowed and not copy:
-        return 0
-    if not extracting or target.arch != "deepseek4":
-        return device_compute_bytes(
-            draft, s, backend=backend, slots=slots or range(n_draft, n_draft + 1), first=first,
-            output=output or borrowed, n_devices=1 if first and output else 2, resident_here=not host_experts,
-            host_here=host_experts, host_anywhere=copy > 0, override=host_experts or cut,
-            n_outputs=s.n_ubatch if extracting else None, largest_host_expert_bytes=copy,
-        )  # fmt: skip
-    b, mask = _dspark_batch(target, s)
-    head = output if head is None or draft.has_output else head
-    n_layers, start = sum(slot < n_draft for slot in slots), 0 in slots
-    logits = b.logits + b.units(_HEAD + 0.1) if head else 0
-    if host_experts:  # attention alone, and no pipeline (-cmoed rows: 22.0 units and a mask, 5.0 beside the logits)
-        peak = max(b.units(22.1 if start else 26.1) + b.scores + mask if n_layers else 0, logits)
-    elif start and output and head:
-        peak = max(b.units(33.1) + b.scores + mask, logits)
-    elif not n_layers:  # the drafter's output and the target's: `-ts 30,14` has both, `30,4,10` one on each
-        peak = b.logits * (bool(slots) + head) + b.units(50.5 if slots else 4.1)
-    else:
-        n = (28.1 if n_layers == 1 else 33.1) if start else 37.1 if head else 41.6 + 7.75 * n_layers
-        peak = b.units(n) + b.scores + (b.logits if head else 0) + 4 * mask
-    return max(peak, copy + b.units(24) if copy else 0) + _SLACK_BYTES
-
-
-def mtp_device_compute_bytes(
-    shape: ModelShape, s: Settings, *, owner: bool, first: bool, alone: bool, resident: bool | None
-) -> int:
-    """Bound of a NextN context's compute buffer on a device that offloads: a pass over those blocks alone.
-
-    owner     the blocks lie here; resident: with their experts (None: not known, the larger of both)
-    first     the device that computes host-resident experts of any other
-
-    GLM-4.5-Air on one and two H200 (mtp-* rows): the owner holds its mask and 8 units, or up to 4 of the mask's and
-    22.5 where its experts are; the first copies an expert tensor beside 12.9 units, alone, and the two that follow each
-    other beside 1, or one beside 15.2, for another device's blocks.
-    """
-    b, t = _batch(shape, s, None), _terms(shape)
-    outer, inner = _experts(shape)
-    blocks = shape.layers[shape.n_layer - shape.n_nextn :]
-    copy = max((x.largest_expert_bytes for x in blocks), default=0)
-    peak = 0
-    if owner:
-        peak = b.mask + b.units(max(8.05, t.host - 0.95))
-        if resident is not False:
-            peak = max(peak, b.mask + b.units(9.05), min(b.mask, b.units(4)) + b.units(_moe(shape) + 3.8))
-    if first and resident is not True and (owner or not alone):
-        peak = max(peak, copy + b.units(outer + inner + (2.2 if owner else 4.55)))
-        if not owner:
-            second = max((x.second_expert_bytes for x in blocks), default=0)
-            peak = max(peak, copy + second + b.units(1.05))
-    return peak + _SLACK_BYTES if peak else 0
-
-
-def mtp_host_compute_bytes(shape: ModelShape, s: Settings) -> int:
-    """Bound of the CPU backend's compute buffer of a NextN context: its inputs (mtp-* rows: the mask and a unit)."""
-    b = _batch(shape, s, None)
-    return b.mask + b.units(1.0) + _SLACK_BYTES
-
-
-def drafter_host_compute_bytes(
-    target: ModelShape, draft: ModelShape, s: Settings, *, backends: tuple[str, ...], host_experts: bool = False,
-    cut: bool = False,
-) -> int:  # fmt: skip
-    """Bound of the CPU backend's compute buffer of the drafter's own context.
-
-    backends      of the drafter's devices; empty: all of it runs on the CPU
-    host_experts  its routed experts lie in host memory; cut: some of its layers do
-    """
-    extracting = s.drafter_type in EXTRACTING
-    if not extracting or target.arch != "deepseek4":
-        return host_compute_bytes(
-            draft, s, backends=backends, host_anywhere=host_experts, resident_anywhere=not host_experts,
-            override=host_experts or cut, n_outputs=s.n_ubatch if extracting else None,
-        )  # fmt: skip
-    b, mask = _dspark_batch(target, s)
-    if not backends:
-        return b.units(37.1) + b.logits + 4 * mask + _SLACK_BYTES
-    if host_experts and all(name in NO_OFFLOAD for name in backends):  # the CPU computes them (-cmoed rows: 10.1)
-        return b.units(10.3) + mask + _SLACK_BYTES
-    return b.units(1 if not b.scores else 2.2) + (4 if len(backends) > 1 else 1) * mask + _SLACK_BYTES
-
-
-def _dspark_batch(target: ModelShape, s: Settings) -> tuple[_Batch, int]:
-    """The drafter's micro-batch (as wide as the target's, logits for all of it) and its only mask, the raw window's."""
-    b, plain = _batch(target, s, s.n_ubatch), s.flash_attn == "off"
-    cells = pad(min(b.ctx.n_seq, target.n_swa + b.ctx.n_ubatch), 256) * b.ctx.n_ubatch
-    return replace(b, scores=4 * target.n_head * cells if plain else 0), (4 if plain else 2) * cells
+    return total + SLACK_BYTES
 
 
 def output_buffer_bytes(shape: ModelShape, s: Settings, draft: ModelShape | None) -> int:

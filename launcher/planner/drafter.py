@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from launcher.errors import UsageError
-from launcher.planner import compute, owner
+from launcher.planner import compute, draft_compute, owner
 from launcher.planner.shape import LayerShape, ModelShape
 
 if TYPE_CHECKING:
@@ -44,6 +44,11 @@ def check(p: Problem) -> None:
         )
     if s.drafter_experts == HOST and not draft.is_moe:
         raise _refused("it has no routed experts to keep in host memory", "--drafter-experts auto")
+    split = s.tensor_split or ()
+    bare = [n for n, slots in zip(names, split, strict=False) if not slots and n == s.drafter_device]
+    if bare and borrows_output(draft, s.drafter_type):
+        why = f"it has no output head of its own, and -ts gives {bare[0]} no slot of the target"
+        raise _refused(why, f"{_FOLLOW}     # or a -ts in which {bare[0]} owns the output")
     if borrows_output(draft, s.drafter_type) and names and s.drafter_device not in (None, names[-1]):
         rest = [n for n in names if n != s.drafter_device]
         fix = f"--drafter-device {names[-1]}"
@@ -77,7 +82,9 @@ def elsewhere(p: Problem) -> Problem | None:
         split = (*split[:at], *split[at + 1 :])
     if held:
         return None
-    return replace(p, devices=rest, settings=replace(p.settings, tensor_split=split), draft_apart=True, memo={})
+    return replace(
+        p, devices=rest, settings=replace(p.settings, tensor_split=split), draft_apart=named.backend, memo={}
+    )
 
 
 def allowed(p: Problem, k: int, end: int) -> bool:
@@ -140,7 +147,8 @@ def host_bytes(p: Problem) -> tuple[int, int]:
     """(weights and cache, compute bound) of the drafter in host memory; its token embedding always lies there."""
     draft, s = p.draft, p.settings
     if draft is None:
-        return 0, compute.mtp_host_compute_bytes(p.shape, s) if p.devices and any(p.mtp_bytes) else 0
+        backends = tuple(d.backend for d in p.devices)
+        return 0, draft_compute.mtp_host_compute_bytes(p.shape, s, backends=backends) if any(p.mtp_bytes) else 0
     own = host_slots(p)
     layers, whole = _layers(draft, own), len(own) > draft.n_layer
     stored = draft.input.cpu + sum(layer.dense.cpu + layer.bundle.cpu for layer in layers)
@@ -150,12 +158,12 @@ def host_bytes(p: Problem) -> tuple[int, int]:
     if s.drafter_experts == HOST:
         stored += sum(layer.bundle.cpu for layer in draft.layers[len(layers) :])
     backends = () if whole and not (p.devices and s.drafter_device != HOST) else _backends(p)
-    bound = compute.drafter_host_compute_bytes(
+    bound = draft_compute.drafter_host_compute_bytes(
         p.shape, draft, s, backends=backends, host_experts=_host_experts(p), cut=bool(own)
     )
     if layers and all(name in compute.NO_OFFLOAD for name in backends):
         # the CPU computes them itself: the graph of a whole drafter there holds any part of it
-        bound = max(bound, compute.drafter_host_compute_bytes(p.shape, draft, s, backends=()))
+        bound = max(bound, draft_compute.drafter_host_compute_bytes(p.shape, draft, s, backends=()))
     return stored, bound
 
 
@@ -174,8 +182,9 @@ def _backends(p: Problem) -> tuple[str, ...]:
         return ()
     if p.settings.drafter_device is None:
         return tuple(d.backend for d in p.devices)
-    named = [d.backend for d in p.devices if d.name == p.settings.drafter_device]
-    return tuple(named[:1] or [p.devices[0].backend])  # apart: the devices of one rig have one backend
+    if p.draft_apart:
+        return (p.draft_apart,)
+    return tuple(d.backend for d in p.devices if d.name == p.settings.drafter_device)
 
 
 def _host_experts(p: Problem) -> bool:
@@ -211,7 +220,7 @@ def _compute_bytes(p: Problem, k: int, own: range, end: int) -> int:
         return _alone(p, own, backend) if p.devices[k].name == s.drafter_device else 0
     first = k == p.first
     copy = _largest_host_tensor_bytes(p) if first else 0
-    return compute.drafter_device_compute_bytes(
+    return draft_compute.drafter_device_compute_bytes(
         p.shape,
         draft,
         s,
@@ -229,7 +238,7 @@ def _compute_bytes(p: Problem, k: int, own: range, end: int) -> int:
 def _alone(p: Problem, own: range, backend: str) -> int:
     """Compute bound of the only device that the drafter's context has."""
     assert p.draft is not None
-    return compute.drafter_device_compute_bytes(
+    return draft_compute.drafter_device_compute_bytes(
         p.shape,
         p.draft,
         p.settings,
@@ -254,7 +263,7 @@ def _mtp_compute_bytes(p: Problem, k: int, end: int, *, owned: bool, resident: b
         return 0
     shape, s, backend = p.shape, p.settings, p.devices[k].backend
     if backend not in compute.NO_OFFLOAD:
-        bound = compute.mtp_device_compute_bytes(
+        bound = draft_compute.mtp_device_compute_bytes(
             shape, s, owner=owned, first=k == p.first, alone=len(p.devices) == 1, resident=resident
         )
         if bound:

@@ -41,16 +41,26 @@ def _with_drafter_elsewhere(p: Problem) -> tuple[Problem, Choice]:
     apart = drafter.elsewhere(p)
     if apart is not None and apart.settings.tensor_split is not None:
         return apart, _choice(apart)
-    choice = _choice(p)
-    if apart is None:
-        return p, choice
-    named = next(d for d in p.devices if d not in apart.devices)
-    taken = drafter.apart(p, named.backend) + budget.context_bytes(named)[0] + budget.margin_bytes(named, p.settings)
-    if taken > (named.free_bytes or 0):
+    try:
+        choice = _choice(p)
+    except UsageError:
+        # a residency map may leave the drafter's device no layer of the target
+        if apart is None or not _holds_drafter(p, apart):
+            raise
+        return apart, _choice(apart)
+    if apart is None or not _holds_drafter(p, apart):
         return p, choice
     other = _choice(apart)
     better = (other.fits, -_host_bundles(apart, other)) > (choice.fits, -_host_bundles(p, choice))
     return (apart, other) if better else (p, choice)
+
+
+def _holds_drafter(p: Problem, apart: Problem) -> bool:
+    """Whether the device named for the drafter holds it, with a context and the margin."""
+    named = next(d for d in p.devices if d not in apart.devices)
+    measured = (p.measured.draft_bytes or {}).get(named.name) if p.measured else None
+    size = drafter.apart(p, named.backend) if measured is None else measured
+    return size + budget.context_bytes(named)[0] + budget.margin_bytes(named, p.settings) <= (named.free_bytes or 0)
 
 
 def chosen(p: Problem, machine: Host) -> tuple[Problem, Choice, list[str]]:
@@ -59,7 +69,12 @@ def chosen(p: Problem, machine: Host) -> tuple[Problem, Choice, list[str]]:
     for devices in place.orders(p):
         if found and drafter.borrows_output(p.draft, p.settings.drafter_type) and p.settings.drafter_device:
             break  # it was named for the device that owns the output: the last one stays the last
-        candidate, choice = _with_drafter_elsewhere(replace(p, devices=devices, memo={}))
+        try:
+            candidate, choice = _with_drafter_elsewhere(replace(p, devices=devices, memo={}))
+        except UsageError:
+            if not found:
+                raise
+            continue  # a residency map that suits the given order need not suit this one
         seconds = 0.0
         if len(devices) > 1:
             front = candidate.devices[candidate.first]

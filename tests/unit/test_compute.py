@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from launcher.planner import compute, drafter, kv
+from launcher.planner import compute, draft_compute, drafter, kv
 from launcher.planner.attention import Attention
 from launcher.planner.owner import owners
 from launcher.planner.shape import ModelShape
@@ -33,15 +33,15 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_rows_are_all_there_and_nearly_all_covered() -> None:
-    assert len(rows()) == 1041
+    assert len(rows()) == 1050
     assert sum(row.odd_flags for row in rows()) < 80
-    assert len(drafted()) == 37 + 59
+    assert len(drafted()) == 37 + 59 + 9
     where = Counter(row.settings.drafter_device for row in drafted())
     # on one device (-devd NAME), in host memory (-devd none), its experts there (-cmoed), its first layers (-ngld)
     assert (where["RPC1"], where["CUDA0"] + where["CUDA1"], where["host"]) == (2, 6, 4)
     assert sum(row.settings.drafter_experts == "host" for row in drafted()) == 2
     assert sum(row.settings.drafter_layers is not None for row in drafted()) == 8
-    assert sum(row.draft_model is None for row in drafted()) == 37
+    assert sum(row.draft_model is None for row in drafted()) == 46
 
 
 def test_the_table_that_is_published_has_nothing_failing() -> None:
@@ -77,6 +77,7 @@ DRAFTERS = {
     ("drafter dflash", "rpc", "first"): 1, ("drafter dflash", "rpc", "later"): 1, ("drafter dflash", "rpc", "host"): 12,
     ("drafter qwen3", "cuda", "first"): 12, ("drafter qwen3", "cuda", "later"): 6, ("drafter qwen3", "cuda", "host"): 3,
     ("glm4moe NextN", "cuda", "first"): 7, ("glm4moe NextN", "cuda", "later"): 7, ("glm4moe NextN", "cuda", "host"): 7,
+    ("glm4moe NextN", "cpu", "host"): 4,
 }  # fmt: skip
 CEILINGS |= DRAFTERS
 # Half of all buffers of a class are within this: what a plan really pays.
@@ -120,9 +121,10 @@ def test_weights_are_the_engines_to_the_byte() -> None:
         else:
             device[row.owned[-1]] += shape.output.on(row.backend)
         for ours, theirs in zip([*device, host], [*(d[0] for d in row.devices), row.host[0]], strict=True):
-            assert ours // row.unit == theirs, (row.model, row.tag)
+            # whole MiB of two buffer types of the host, each rounded down
+            assert 0 <= ours // row.unit - theirs <= (row.mib and not device), (row.model, row.tag)
             checked += 1
-    assert checked == 2861
+    assert checked == 2870
 
 
 def flash(split: tuple[int, ...], k: int, **settings: Any) -> int:
@@ -215,7 +217,7 @@ def test_a_device_with_nothing_but_the_targets_output_computes_the_drafters_logi
     assert 2276 <= draft_parts(row, 1)[2] / MIB <= 2276 * 1.01
     own = {"backend": "rpc", "slots": range(0), "first": False, "output": False, "head": True}
     draft = replace(row.draft_shape, has_output=True)
-    assert compute.drafter_device_compute_bytes(row.shape, draft, row.settings, **own) == 0
+    assert draft_compute.drafter_device_compute_bytes(row.shape, draft, row.settings, **own) == 0
 
 
 @pytest.mark.parametrize(
@@ -229,7 +231,7 @@ def test_a_device_with_nothing_but_the_targets_output_computes_the_drafters_logi
 def test_dspark_without_flash_attention_is_not_below_the_engine(slots: range, head: bool, mib: float) -> None:
     """204800, ub 2048 on RPC: rows that the bound covers and does not follow as closely."""
     s = Settings(n_ctx_per_stream=204800, n_ubatch=2048, flash_attn="off", drafter_type="draft-dspark", draft_n_max=5)
-    bound = compute.drafter_device_compute_bytes(
+    bound = draft_compute.drafter_device_compute_bytes(
         shapes()[FLASH_Q8], shapes()[DSPARK], s, backend="rpc", slots=slots, first=slots[0] == 0, output=head, head=head
     )
     assert mib <= bound / MIB <= mib * 1.25
@@ -267,7 +269,7 @@ def test_no_slots_no_buffer() -> None:
     s = Settings(n_ctx_per_stream=8192)
     target, draft = shapes()[FLASH_Q8], shapes()[DSPARK]
     args = {"backend": "cuda", "slots": range(0), "first": False, "output": False}
-    assert compute.drafter_device_compute_bytes(target, draft, s, **args) == 0
+    assert draft_compute.drafter_device_compute_bytes(target, draft, s, **args) == 0
 
 
 def test_output_buffer_is_logits_and_tapped_states() -> None:

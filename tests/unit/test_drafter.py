@@ -437,3 +437,65 @@ def test_pins_of_the_environment_reach_plan_and_preflight(
         with pytest.raises(UsageError, match="OT_G1=all") as e:
             command(model, given, rig=str(rig))
         assert (e.value.exit_code, e.value.reference) == (2, "ot-g-invalid")
+
+
+# ------------------------------------------------------------------------------- orders, maps and mixed rigs
+
+
+def test_a_residency_map_that_suits_the_given_order_alone_is_kept() -> None:
+    """The second card has the faster link; with it in front the map has no split, which ends nothing."""
+    cards = (replace(models.card(0, 24125), link_bps=6e9), replace(models.card(1, 24125), link_bps=25e9))
+    plan = make_plan(
+        target="t",
+        header=models.replica_header("qwen3-235b-a22b-Q4_K_M"),
+        drafter=None,
+        inventory=models.rig(*cards),
+        settings=Settings(n_ctx_per_stream=8192, residency={"CUDA0": (0, 1), "CUDA1": (90,)}),
+    )
+    assert plan.fits
+    assert [(d.rig_name, d.resident_layers) for d in plan.devices] == [("CUDA0", (0, 1)), ("CUDA1", (90,))]
+
+
+def test_pins_may_leave_the_drafters_card_no_layer() -> None:
+    plan = small(drafter_device="CUDA0", residency={"CUDA1": (0, 1)}, keep_order=True)
+    assert plan.fits
+    assert [(d.rig_name, len(d.layers)) for d in plan.devices] == [("CUDA1", 94), ("CUDA0", 0)]
+    assert plan.devices[1].terms["drafter"] > 0
+
+
+def test_a_drafter_without_a_head_on_a_card_that_ts_leaves_out_is_said_so() -> None:
+    with pytest.raises(UsageError, match="-ts gives CUDA1 no slot") as e:
+        planned(models.deepseek(drafter_device="CUDA1", tensor_split=(44, 0)), drafted=True)
+    assert e.value.reference == "drafter-place"
+
+
+@pytest.mark.parametrize("place", [{"drafter_experts": "host"}, {"drafter_layers": 10}])
+def test_a_drafter_on_an_rpc_device_of_its_own_computes_host_weights_on_the_cpu(place: dict[str, object]) -> None:
+    """Its host part is priced for its own device, whatever the target's devices are."""
+    remote = replace(models.card(0, 24000, backend="rpc"), endpoint="127.0.0.1:5", buffer_type="RPC0[127.0.0.1:5]")
+    settings = Settings(
+        n_ctx_per_stream=16384, n_ubatch=4096, n_batch=4096, drafter_type="draft-simple", draft_n_max=3,
+        drafter_device=remote.name, **place,  # type: ignore[arg-type]
+    )  # fmt: skip
+    p = budget.Problem(
+        shape=model_shape(models.replica_header("qwen3-235b-a22b-Q4_K_M")),
+        draft=model_shape(models.replica_header("qwen3-30b-a3b-Q4_K_M")),
+        devices=(models.card(0, 48000), remote),
+        settings=settings,
+    )
+    apart = drafter.elsewhere(p)
+    assert apart is not None
+    assert [d.name for d in apart.devices] == ["CUDA0"]
+    assert drafter.host_bytes(apart) == drafter.host_bytes(p)
+    assert drafter.host_bytes(apart)[1] > 700 * MIB
+
+
+def test_nextn_blocks_compute_in_host_memory_too_where_no_device_does() -> None:
+    header = models.replica_header("glm-4.5-air-Q4_K_M")
+    settings = Settings(n_ctx_per_stream=32768, n_ubatch=2048, drafter_type="draft-mtp", draft_n_max=2)
+    p = budget.Problem(shape=model_shape(header, mtp=True), draft=None, devices=(), settings=settings)
+    assert 592 <= drafter.host_bytes(p)[1] / MIB <= 592 * 1.03  # a dry run without a device
+    rpc = replace(p, devices=(models.card(0, 24000, backend="rpc"),))
+    assert drafter.host_bytes(rpc)[1] > 592 * MIB  # the CPU computes experts that stay there
+    card = replace(p, devices=(models.card(0, 24000),))
+    assert 160 <= drafter.host_bytes(card)[1] / MIB <= 162  # on an H200
