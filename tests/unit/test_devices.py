@@ -198,6 +198,32 @@ def test_cards_come_in_pci_order() -> None:
     assert [(c.uuid, c.pci) for c in cards] == [("GPU-near", "0000:01:00.0"), ("GPU-far", "0000:41:00.0")]
 
 
+def two_h200() -> list[dict[str, Any]]:
+    """Two cards of one host; `free` is what was left of each while the rest was held."""
+    return json.loads((CAPTURED / "nvml_two_h200.json").read_text())  # type: ignore[no-any-return]
+
+
+def test_two_cards_come_in_pci_order_with_their_links() -> None:
+    first, second = two_h200()
+    cards = nvml_cards(Nvml(second, first))  # the driver's own order is not ours
+    assert [(c.uuid, c.pci) for c in cards] == [(first["uuid"], "0000:00:06.0"), (second["uuid"], "0000:00:07.0")]
+    assert [(c.link_gen, c.link_gen_max, c.link_width, c.link_width_max) for c in cards] == [(5, 5, 16, 16)] * 2
+    assert [c.link_bps for c in cards] == [pytest.approx(50.4e9, rel=0.01)] * 2
+    assert cards[0].memory_bps is None  # its clock was not captured: unknown, not 0
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_cards_named_in_another_order_are_devices_in_that_order(order: tuple[int, int]) -> None:
+    cards = nvml_cards(Nvml(*two_h200()))
+    env = {"CUDA_VISIBLE_DEVICES": ",".join(str(two_h200()[i]["uuid"]) for i in order)}
+    expected = [(f"CUDA{n}", two_h200()[i]["uuid"], two_h200()[i]["free"]) for n, i in enumerate(order)]
+    devices, warnings = read_devices(None, env=env, cards=cards)
+    assert [(d.name, d.uuid, d.free_bytes) for d in devices] == expected and warnings == ()
+    seen, _ = visible_cards(cards, env)
+    lines = [listed(f"CUDA{n}", 143155, 100 + n, "NVIDIA H200") for n in range(2)]
+    assert [(d.name, d.uuid, d.free_bytes) for d in merge(lines, seen)[0]] == expected
+
+
 def test_a_card_that_is_cut_up_is_its_slices() -> None:
     slices = [h200(uuid=f"MIG-{i}", name="NVIDIA H200 MIG 1g.18gb", total=16 * GIB, free=15 * GIB) for i in range(2)]
     cards = nvml_cards(Nvml(h200(mig=[1, 1], slices=slices)))
