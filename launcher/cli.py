@@ -330,6 +330,30 @@ def history(as_json: JsonOpt = False) -> int:
     return screen.show_history(workflow.history(), as_json=as_json)
 
 
+@app.command()
+def report(
+    full: Annotated[
+        bool, typer.Option("--full", help="With command line, environment and end of the log; redacted too.")
+    ] = False,
+    out: Annotated[
+        str | None, typer.Option("--out", metavar="DIR", help="Write report.md and report.json there.")
+    ] = None,
+    row: Annotated[
+        str | None,
+        typer.Option("--row", metavar="FILE", help="BENCHMARKS.md rows of scripts/gpu_acceptance.py's results."),
+    ] = None,
+    as_json: JsonOpt = False,
+) -> int:
+    """A page to share: this machine, what runs, planned against real; without names and secrets."""
+    from launcher.render import report as screen
+    from launcher.render import results
+    from launcher.workflows import report as workflow
+
+    found = screen.texts(*workflow.run(full=full)) if row is None else results.texts(*workflow.rows(row))
+    written = workflow.write(screen.files(found), out) if out is not None else ()
+    return screen.show(found, written, as_json=as_json)
+
+
 @engines.command("list")
 def engine_list(as_json: JsonOpt = False) -> int:
     """Every llama-server, in the order in which one is chosen."""

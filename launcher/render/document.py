@@ -280,6 +280,11 @@ def url(host: str, port: int) -> str:
     return f"http://{shown}:{port}/v1"
 
 
+def plain(value: Any) -> Any:
+    """A struct as a document holds it: for renderers whose documents are their own."""
+    return _plain(value)
+
+
 def _plain(value: Any) -> Any:
     """Structs, enums, sets and tuples as JSON's own kinds; sets sorted, so that the same input gives the same text."""
     if is_dataclass(value) and not isinstance(value, type):

@@ -61,11 +61,15 @@ def show(lines: Iterable[Text | str], *, stderr: bool = False) -> None:
         _lost(sys.stderr if stderr else sys.stdout, error)
 
 
+def json_text(doc: Mapping[str, Any]) -> str:
+    """A JSON document as the text of a file."""
+    return json.dumps(doc, indent=2, allow_nan=False) + "\n"
+
+
 def document(doc: Mapping[str, Any]) -> None:
     """Print exactly one JSON document on stdout. Raises LauncherError (output-failed)."""
-    text = json.dumps(doc, indent=2, allow_nan=False)
     try:
-        sys.stdout.write(f"{text}\n")
+        sys.stdout.write(json_text(doc))
         sys.stdout.flush()
     except OSError as error:
         _lost(sys.stdout, error)

@@ -126,7 +126,8 @@ def document(*argv: str) -> dict[str, object]:
 def test_help_without_arguments_lists_every_command() -> None:
     done = run.invoke(cli.app, [])
     for name in (
-        "list", "show", "plan", "preflight", "setup", "switch", "run", "status", "logs", "stop", "history", "engine"
+        "list", "show", "plan", "preflight", "setup", "switch", "run", "status", "logs", "stop", "history", "report",
+        "engine",
     ):  # fmt: skip
         assert f"  {name}" in done.output
 
@@ -744,4 +745,8 @@ def test_every_command_and_override_is_in_the_docs() -> None:
     names += [f"service {c.name}" for c in cli.services.registered_commands]
     assert [n for n in names if f"| `{n}" not in text] == []
     words = [w for _, spellings, _, _ in options.OVERRIDES.values() for s in spellings for w in s.split("/")]
+    group = typer.main.get_command(cli.app)
+    options = {w for c in group.commands.values() for p in c.params for w in p.opts if w.startswith("--")}  # type: ignore[attr-defined]
+    assert [w for w in sorted(options) if w not in text] == []
+    words = [w for _, spellings, _, _ in cli._OVERRIDES.values() for s in spellings for w in s.split("/")]
     assert [w for w in words if f"`{w}`" not in text] == []
