@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 from launcher.measure.compare import paired
-from launcher.measure.result_lines import Line, lines_of, shown
+from launcher.measure.result_lines import Line, lines_of
 from launcher.serve import argv as command_line
 from launcher.structs import (
     ArmRow,
@@ -89,15 +89,14 @@ def _run(group: _Group) -> RunRows:
     notes += [f"failed: {x.text('message', '')}" for x in group.of("failed")]
     ladders = group.of("ladder")
     resident = planned.mapping("resident") if planned else {}
-    split = planned.row.get("tensor_split") if planned else None
     return RunRows(
         run=group.run,
         at=group.lines[0].whole("at"),
         rig=group.rig,
         model=model_of(words),
         flags=flags_of(words),
-        tensor_split=tuple(int(n) for n in split) if isinstance(split, list) else (),
-        resident={str(name): tuple(layers) for name, layers in resident.items() if isinstance(layers, list)},
+        tensor_split=planned.numbers("tensor_split") if planned else (),
+        resident={name: planned.numbers(name, resident) for name in resident} if planned else {},
         free_bytes={names.get(u, u): n for u, n in (planned.sizes("free_bytes") if planned else {}).items()},
         terms=tuple(_terms(audits[0])) if audits else (),
         audit_failed=_reason(audits[0], audits[0].row) if audits else "",
@@ -113,8 +112,8 @@ def _device_names(planned: Line | None, rig: Fingerprint) -> dict[str, str]:
     """UUID -> the plan's name of the device; cards that share one (virtual devices) or have none keep a number."""
     names = {uuid: f"card {i}" for i, (uuid, _) in enumerate(rig.cards)}
     for device in planned.rows("devices") if planned else []:
-        if device.get("uuid") in names:
-            names[device["uuid"]] = str(device.get("name"))
+        if str(device.get("uuid")) in names:
+            names[str(device["uuid"])] = str(device.get("name"))
     return names
 
 
@@ -203,18 +202,9 @@ def _identity(line: Line) -> IdentityRow:
         device_order=line.text("device_order"),
         meant=line.text("meant"),
         bundle_bytes=line.whole("bundle_bytes"),
-        grown_bytes=_signed(line, "grown_bytes"),
+        grown_bytes=line.signed("grown_bytes"),
         ok=line.flag("ok"),
     )
-
-
-def _signed(line: Line, key: str) -> dict[str, int]:
-    """An object of whole numbers that may be negative: what a card grew by, or gave back."""
-    found = line.mapping(key)
-    wrong = [n for n in found.values() if isinstance(n, bool) or not isinstance(n, int)]
-    if wrong:
-        line.bad(f"{key!r} holds {shown(wrong[0])}, not whole bytes")
-    return dict(found)
 
 
 # ------------------------------------------------------------------------------------------------ arms
@@ -318,7 +308,7 @@ def _uses(lines: Sequence[Line], names: Mapping[str, str], planned: Line | None)
             for c in cards
         ]
         if not cards and "used" in line.row:
-            used = _signed(line, "used")
+            used = line.signed("used")
             mine = [Use(device=names.get(u, u), planned_bytes=None, used_bytes=n) for u, n in used.items()]
         elif not cards:
             free = line.sizes("boot_free_mib")
@@ -336,9 +326,11 @@ def _uses(lines: Sequence[Line], names: Mapping[str, str], planned: Line | None)
 def _replanned(lines: Sequence[Line], planned: Line | None) -> str:
     """Devices whose planned weights are others in a start than in the run's plan, which names the resident layers."""
     said = []
-    for device in planned.rows("devices") if planned else []:
-        terms = planned.mapping("terms", device) if planned else {}
-        meant = sum(int(terms.get(term) or 0) for term in ("dense", "experts", "output"))
+    if planned is None:
+        return ""
+    for device in planned.rows("devices"):
+        terms = planned.mapping("terms", device)
+        meant = sum(round(planned.number_or_none(term, terms) or 0) for term in ("dense", "experts", "output"))
         for line in lines:
             rows = line.rows("rows", line.mapping("audit"))
             then = [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,6 +11,9 @@ from typing import Any, NoReturn
 from launcher.errors import UsageError
 
 KINDS = ("rig", "plan", "planned", "refused", "failed", "audit", "ladder", "sample", "identity", "hop")
+
+
+_BEYOND = 1 << 63  # no card, prompt or clock counts that far
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,8 +38,8 @@ class Line:
         value = (self.row if row is None else row).get(key)
         if value is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
-            self.bad(f"{key!r} is {shown(value)}, not a number from 0 on")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < _BEYOND:  # nor NaN
+            self.bad(f"{key!r} is {shown(value)}, not a number from 0 to {_BEYOND}")
         return value
 
     def whole(self, key: str, row: Mapping[str, Any] | None = None) -> int:
@@ -61,6 +63,23 @@ class Line:
         """An object of whole numbers."""
         found = self.mapping(key, row)
         return {name: self.whole(name, found) for name in found}
+
+    def signed(self, key: str) -> dict[str, int]:
+        """An object of whole numbers that may be negative: what a card grew by, or gave back."""
+        found = self.mapping(key)
+        for n in found.values():
+            if isinstance(n, bool) or not isinstance(n, int) or abs(n) >= _BEYOND:
+                self.bad(f"{key!r} holds {shown(n)}, not whole bytes")
+        return dict(found)
+
+    def numbers(self, key: str, row: Mapping[str, Any] | None = None) -> tuple[int, ...]:
+        """A list of whole numbers; empty where it is missing."""
+        value = (self.row if row is None else row).get(key)
+        if value is None:
+            return ()
+        if not isinstance(value, list):
+            self.bad(f"{key!r} is {shown(value)}, not a list of numbers")
+        return tuple(self.whole(key, {key: n}) for n in value)
 
     def rows(self, key: str, row: Mapping[str, Any] | None = None) -> list[Mapping[str, Any]]:
         """A list of objects; empty where it is missing."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -257,6 +257,40 @@ def test_a_damaged_file_is_refused_with_its_line(bad: bytes, line: int, said: st
     assert refused.value.message.startswith(f"my results.jsonl:{line}: ")
     assert said in refused.value.message
     assert refused.value.fix.startswith(f"sed -i '{line}d' 'my results.jsonl'")
+
+
+def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    if path:
+        yield path
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, one in items:
+        yield from leaves(one, (*path, key))
+
+
+@pytest.mark.parametrize(
+    "odd", [None, "x", -1, 1.5, [], {}, [[1]], {"a": [1]}, True, 10**400], ids=lambda v: str(v)[:9]
+)
+def test_any_value_anywhere_is_read_or_refused_with_its_line(odd: Any) -> None:
+    """Never a bug: a results file comes from somebody else's script, or out of an editor."""
+    rows, refused = [], 0
+    for row in map(json.loads, captured().splitlines()):
+        if (row["run"], row["kind"], row.get("arm")) not in {(r["run"], r["kind"], r.get("arm")) for r in rows}:
+            rows.append(row)
+    for at, row in enumerate(rows):
+        for path in leaves(row):
+            changed = json.loads(json.dumps(row))
+            inner = changed
+            for key in path[:-1]:
+                inner = inner[key]
+            inner[path[-1]] = odd
+            near = [r for r in rows if r["run"] == row["run"]]
+            try:
+                found = read_results(data(*(changed if r is row else r for r in near)), "f")
+                json.dumps(screen.texts(found, Private())[1], allow_nan=False)
+            except UsageError as error:
+                refused += 1
+                assert re.match(r"f:\d+: ", error.message), (at, path)
+    assert refused or odd is None
 
 
 def test_an_empty_file_is_refused() -> None:
