@@ -13,7 +13,6 @@ from launcher.errors import DeviceUnusable, LauncherError, UsageError
 from launcher.facts import cpu, load_log, memory, nvml
 from launcher.facts import host as host_facts
 from launcher.facts import private as private_facts
-from launcher.measure import learned
 from launcher.measure import report as results
 from launcher.serve import argv as command_line
 from launcher.serve import causes, native, state
@@ -104,7 +103,7 @@ def machine(own_pids: set[int], root: Path = Path("/")) -> Machine:
     total, free = memory.swap(root)
     return Machine(
         cards=tuple(_card(card, own_pids) for card in nvml.nvml_cards(root=root)),
-        driver=learned.driver_version() or None,
+        driver=nvml.driver_version() or None,
         host=host_facts.read_host(root),
         detail=HostDetail(
             processor=cpu.processor(root),

@@ -744,9 +744,8 @@ def test_every_command_and_override_is_in_the_docs() -> None:
     names += [f"engine {c.name}" for c in cli.engines.registered_commands]
     names += [f"service {c.name}" for c in cli.services.registered_commands]
     assert [n for n in names if f"| `{n}" not in text] == []
-    words = [w for _, spellings, _, _ in options.OVERRIDES.values() for s in spellings for w in s.split("/")]
     group = typer.main.get_command(cli.app)
-    options = {w for c in group.commands.values() for p in c.params for w in p.opts if w.startswith("--")}  # type: ignore[attr-defined]
-    assert [w for w in sorted(options) if w not in text] == []
-    words = [w for _, spellings, _, _ in cli._OVERRIDES.values() for s in spellings for w in s.split("/")]
+    long = {w for c in group.commands.values() for p in c.params for w in p.opts if w.startswith("--")}  # type: ignore[attr-defined]
+    assert [w for w in sorted(long) if w not in text] == []
+    words = [w for _, spellings, _, _ in options.OVERRIDES.values() for s in spellings for w in s.split("/")]
     assert [w for w in words if f"`{w}`" not in text] == []

@@ -79,7 +79,7 @@ def test_no_fix_begins_with_prose() -> None:
     """A fix is pasted: it begins with a command, an option, a variable or an editor, wherever it is written."""
     begins = re.compile(
         r"(launcher|switch|python|pip|curl|git|cat|ls|df|rm|cp|tail|ulimit|sudo|docker|nvidia-smi|chmod|llama-server"
-        r"|ggml-rpc-server|export|unset|kill|mv|systemctl)\b|\$\{EDITOR:-vi\} |--?[a-z]|[A-Z_]+="
+        r"|ggml-rpc-server|export|unset|kill|mv|sed|systemctl)\b|\$\{EDITOR:-vi\} |--?[a-z]|[A-Z_]+="
     )
     prose = []
     for path in sorted(PACKAGE.rglob("*.py")):
