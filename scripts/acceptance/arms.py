@@ -220,7 +220,10 @@ class Bench:
         try:
             if arm == "ours":
                 with self.ours() as server:
-                    return self.measured(server) | {"audit": server.audit()}
+                    audit = server.audit()  # before the first prompt: the margin is for what follows
+                    server.learn()
+                    resident = server.planned.plan.resident_layers if server.planned else ()
+                    return self.measured(server) | {"audit": audit, "resident_layers": list(resident)}
             with self.booted(self.words(arm, port), dict(os.environ), port, arm) as server:
                 return self.measured(server) | {"argv": self.words(arm, port)}
         except (EngineFailed, httpx.HTTPError) as error:
