@@ -344,7 +344,7 @@ def report(
     ] = None,
     as_json: JsonOpt = False,
 ) -> int:
-    """A page to share: this machine, what runs, planned against real; without names and secrets."""
+    """A page to share: this machine, what runs, planned and real."""
     from launcher.render import report as screen
     from launcher.render import results
     from launcher.workflows import report as workflow
