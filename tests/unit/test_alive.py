@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import threading
@@ -127,7 +128,7 @@ def test_one_that_stands_still_is_named_with_for_how_long(begin: Begin) -> None:
     assert found.busy == 1
     assert found.still_s is not None and found.still_s > 0.6
     assert (found.requests[0].read_tokens, found.requests[0].prompt_tokens) == (1024, 8192)
-    assert "launcher: no progress for 0." in log_of(record)
+    assert re.search(r"launcher: no progress for \d", log_of(record))
     assert native.alive(record.server), "nobody allowed to restart it"
 
 
