@@ -154,7 +154,7 @@ def probe(path: str, found_by: str) -> Engine:
     """
     binary = _binary(path, found_by)
     digest = _digest(binary)
-    known = _load(_cache(f"{digest}.json"))
+    known = load_known(cache_file(f"{digest}.json"))
     if known.get("schema") != _CACHE_SCHEMA or not {"version", "flags", "spec_types", "removed"} <= known.keys():
         known = _ask(binary, found_by, digest)
     return Engine(
@@ -206,7 +206,7 @@ def _ask(binary: Path, found_by: str, digest: str) -> dict[str, Any]:
         "spec_types": sorted(spec_types),
         "removed": parse_removed(said),
     }
-    _store(_cache(f"{digest}.json"), known)
+    store_known(cache_file(f"{digest}.json"), known)
     return known
 
 
@@ -286,7 +286,7 @@ def _digest(binary: Path) -> str:
     if not os.access(real, os.R_OK):  # may be run, may not be read: then what it is called must do
         return hashlib.sha256(f"{real} {stat.st_size} {stat.st_mtime_ns} {stat.st_ino}".encode()).hexdigest()
     stamp = [stat.st_size, stat.st_mtime_ns, stat.st_ino]
-    index = _load(_cache("digests.json"))
+    index = load_known(cache_file("digests.json"))
     entry = index.get(str(real))
     if isinstance(entry, dict) and entry.get("stamp") == stamp:
         digest = str(entry["sha256"])
@@ -294,7 +294,7 @@ def _digest(binary: Path) -> str:
         with real.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         index[str(real)] = {"stamp": stamp, "sha256": digest}
-        _store(_cache("digests.json"), index)
+        store_known(cache_file("digests.json"), index)
     libraries = [p for p in sorted(real.parent.glob("*.so*")) if p.is_file() and not p.is_symlink()]
     if not libraries:
         return digest
@@ -302,11 +302,13 @@ def _digest(binary: Path) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def _cache(name: str) -> Path:
+def cache_file(name: str) -> Path:
+    """Where what an engine said is kept, by digest."""
     return paths.cache_dir() / "engines" / name
 
 
-def _load(path: Path) -> dict[str, Any]:
+def load_known(path: Path) -> dict[str, Any]:
+    """A kept JSON object; empty when there is none or it is damaged."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -314,7 +316,7 @@ def _load(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _store(path: Path, value: Mapping[str, object]) -> None:
+def store_known(path: Path, value: Mapping[str, object]) -> None:
     """Write through a temporary file; a cache that cannot be written is no reason to fail."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}")
     with contextlib.suppress(OSError):

@@ -8,6 +8,7 @@ of a process `(pid, create_time)`. Nothing here reads or computes more than a su
 
 from __future__ import annotations
 
+from launcher.structs.container import Container, Image, Mount, Runtime
 from launcher.structs.inventory import (
     Device,
     Engine,
@@ -94,6 +95,7 @@ __all__ = [
     "DEVICE_TERMS",
     "CardFacts",
     "Channels",
+    "Container",
     "Device",
     "DevicePlan",
     "DrafterRef",
@@ -107,6 +109,7 @@ __all__ = [
     "HostDetail",
     "HostPlan",
     "IdentityRow",
+    "Image",
     "Inventory",
     "LadderRow",
     "Launch",
@@ -116,6 +119,7 @@ __all__ = [
     "ModelHeader",
     "ModelRef",
     "ModelSummary",
+    "Mount",
     "NumaNode",
     "NumaOption",
     "NumaPlan",
@@ -134,6 +138,7 @@ __all__ = [
     "RunEnd",
     "RunFacts",
     "RunRecord",
+    "Runtime",
     "Sample",
     "RunRows",
     "Scalar",

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from launcher.structs.container import Container
 from launcher.structs.inventory import Device, NumaNode
 
 
@@ -301,7 +302,10 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """A plan and the exact process it becomes. `env` is the whole environment of the child; `env_set` what we set."""
+    """A plan and the exact process it becomes. `env` is the whole environment of the child; `env_set` what we set.
+
+    container  around that process; None: a process of this machine
+    """
 
     plan: Plan
     argv: tuple[str, ...]
@@ -310,3 +314,4 @@ class Launch:
     host: str
     port: int
     alias: str
+    container: Container | None = None

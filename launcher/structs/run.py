@@ -91,6 +91,7 @@ class RunRecord:
     started_at    identifies the run, also after its keeper started the server again (restarted_at is then)
     asked         options, force and engine as a person gave them: what `switch -` asks for again
     restarts      how often its keeper started the server again
+    container     of a server in a container: client, name and folder of what was started, see serve/container
     """
 
     slug: str
@@ -111,6 +112,7 @@ class RunRecord:
     asked: Mapping[str, Any] = field(default_factory=dict)
     restarts: int = 0
     restarted_at: float | None = None
+    container: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
