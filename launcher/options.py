@@ -97,6 +97,8 @@ OVERRIDES: dict[str, tuple[Any, tuple[str, ...], str | None, str]] = {
         "MODE",
         "auto, off, bind[:NODE], interleave[:NODES], or the engine's distribute, isolate, numactl.",
     ),
+    "container": (str, ("--container",), "docker|podman|compose|off", "Serve in a container; auto is what is here."),
+    "image": (str, ("--image",), "IMAGE", "Container image of llama-server; wins over engine.image of the slug."),
     "host": (str, ("--host",), "ADDRESS", "Address to listen on."),
     "port": (int, ("--port",), "N", "Port to listen on."),
 }

@@ -27,6 +27,7 @@ _CAP_SYS_RESOURCE = 24  # linux/capability.h: raising hard limits
 _CDI_FOLDERS = (Path("/etc/cdi"), Path("/var/run/cdi"))
 _CDI_NAME = re.compile(r"""["']?name["']?:\s*["']?(GPU-[0-9a-fA-F-]+)["']?""")
 _SCHEMA = 1
+_MOST = 16384
 
 
 def find_runtime(asked: str, env: Mapping[str, str]) -> Runtime:
@@ -130,9 +131,18 @@ def cdi_devices(folders: tuple[Path, ...]) -> frozenset[str]:
 
 
 def own_limits() -> dict[str, tuple[int, int]]:
-    """(soft, hard) of `nofile` and `nproc` of this process, -1 without limit: all that some runtimes may hand on."""
+    """(soft, hard) of `nofile` and `nproc` that a runtime without CAP_SYS_RESOURCE can hand on.
+
+    Those of this process, 16,384 at most: podman 4.3 lowers its own nproc by an amount that it does not tell (of 96,365
+    it could hand on 32,000 and not 62,835), and a server needs some hundred of each.
+    """
     kinds = {"nofile": resource.RLIMIT_NOFILE, "nproc": resource.RLIMIT_NPROC}
-    return {name: resource.getrlimit(kind) for name, kind in kinds.items()}
+    found = {name: resource.getrlimit(kind) for name, kind in kinds.items()}
+    return {name: (_within(soft), _within(hard)) for name, (soft, hard) in found.items()}
+
+
+def _within(limit: int) -> int:
+    return _MOST if limit == resource.RLIM_INFINITY else min(limit, _MOST)
 
 
 def read_image(runtime: Runtime, name: str, env: Mapping[str, str]) -> Image:

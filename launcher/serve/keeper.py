@@ -24,7 +24,7 @@ from typing import Any
 
 from launcher.errors import EngineFailed, LauncherError
 from launcher.facts.serve_log import STARTED_AGAIN
-from launcher.serve import alive, evidence, state
+from launcher.serve import alive, boxed, evidence, state
 from launcher.serve import rpc as rpc_room
 from launcher.serve.causes import known_cause
 from launcher.structs import ProcessId, RunEnd, RunRecord
@@ -34,6 +34,8 @@ GRACE_S = 20.0
 # Ends that somebody asked the server itself for, with a kill of their own: no failure.
 _TOLD = frozenset({0, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP})
 _READY_POLL_S = 1.0
+# So ends serve/boxed for a container that the kernel ended at its memory limit; it would be again.
+_OOM_CODE = 128 + signal.SIGKILL
 
 
 def main(request_path: str) -> int:
@@ -158,7 +160,7 @@ class Keeper:
         with Path(self.record.log_path).open("ab") as log:
             try:
                 self.server = subprocess.Popen(
-                    self.record.argv,
+                    boxed.command(self.record),
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
@@ -283,7 +285,7 @@ class Keeper:
             state.append_history(end)
         alive.forget(self.record)
         failed = reason == "wedged" or (reason == "crashed" and code not in _TOLD)
-        if failed and not killed and self._may_restart():
+        if failed and not killed and code != _OOM_CODE and self._may_restart():
             return True
         self._end_rpc()
         with contextlib.suppress(LauncherError):

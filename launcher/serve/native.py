@@ -25,7 +25,7 @@ import psutil
 
 import launcher
 from launcher.errors import EngineFailed, Refused
-from launcher.serve import state
+from launcher.serve import boxed, state
 from launcher.serve.ports import free_port, port_free
 from launcher.serve.rpc import RpcSpawn, rpc_servers
 from launcher.structs import Launch, ProcessId, RunEnd, RunRecord
@@ -99,6 +99,7 @@ def start(
         state="starting",
         started_at=now,
         asked=dict(asked or {}),
+        container=boxed.prepared(launch),
     )
     watching = {"sample_s": sample_s, "wedged_s": wedged_s, "restarts": restarts}
     try:
@@ -130,7 +131,7 @@ def _keep(record: RunRecord, launch: Launch, rpc: RpcSpawn | None, watching: Map
         os.close(write_end)
         write_end = -1
         state.update(record, keeper=state.identify(keeper.pid))
-        return _hear(record, read_end)
+        return boxed.settled(_hear(record, read_end))
     except BaseException:
         # Also before the record knows it: told to end, it takes with it whatever it has started.
         if keeper is not None:
@@ -225,6 +226,8 @@ def stop(record: RunRecord, grace_s: float = 20.0) -> RunEnd | None:
         record = state.read(record.slug) or record
     started = alive(record.server)
     last_rss = resident_bytes(record.server)
+    if record.container:
+        boxed.end(record, grace_s)
     end_group(record.server, grace_s)
     end_rpc(record.rpc_servers)
     # It has the exit code to write down; it ends by itself once the server is gone.

@@ -31,8 +31,9 @@ from launcher.structs import (
     Settings,
     Source,
 )
-from launcher.workflows import overrides, ways_out, world
+from launcher.workflows import container, overrides, ways_out, world
 from launcher.workflows import target as targets
+from launcher.workflows.container import Box
 from launcher.workflows.target import Target
 from launcher.workflows.world import World
 
@@ -49,6 +50,7 @@ class Inputs:
     given: Mapping[str, Any]
     no_dry_run: str = ""
     projector: Path | None = None
+    box: Box | None = None
 
     def plan(self, settings: Settings | None = None, measured: MeasuredCompute | None = None) -> Plan:
         """The planner's answer, for other settings or with measured buffers."""
@@ -114,12 +116,13 @@ def survey(
     """What there is to plan with, and what to say about it."""
     leaving = tuple(gone)
     notes = [f"planned as if {r.slug} on port {r.port} were stopped" for r in leaving]
-    found, missing = (None, None) if no_engine else world.engine_for(target.slug, engine, notes)
+    box = None if no_engine else container.find(target.slug, given, engine)
+    found, missing = (None, None) if no_engine or box else world.engine_for(target.slug, engine, notes)
     if missing is not None:
         notes.append(f"{missing.message}: planned by formulas alone ({missing.fix})")
     if rig:
-        return world.from_rig(rig, found, target.slug, given), tuple(notes)
-    return world.here(found, target.slug, given, leaving), tuple(notes)
+        return world.boxed(world.from_rig(rig, found, target.slug, given), box), tuple(notes)
+    return world.boxed(world.here(found, target.slug, given, leaving), box), tuple(notes)
 
 
 def gather(target: Target, given: Mapping[str, Any], found: World) -> Inputs:
@@ -137,6 +140,7 @@ def gather(target: Target, given: Mapping[str, Any], found: World) -> Inputs:
         settings=overrides.with_drafter(settings, kind, depth, given),
         given=given,
         no_dry_run=found.no_dry_run,
+        box=found.box,
         projector=targets.projector_path(target, given.get("mmproj")),
     )
 
@@ -249,7 +253,8 @@ def _drafts(plan: Plan, missing: tuple[str, ...]) -> bool:
 
 
 def _build(inputs: Inputs, plan: Plan, host: str, port: int, *, asked: bool) -> Launch:
-    return argv.build(
+    projector = str(inputs.projector) if inputs.projector else None
+    launch = argv.build(
         plan,
         engine=inputs.inventory.engine if asked else None,
         host=host,
@@ -258,8 +263,11 @@ def _build(inputs: Inputs, plan: Plan, host: str, port: int, *, asked: bool) -> 
         slug=inputs.target.slug,
         base_env=os.environ,
         empty_config=str(state.empty_config_dir()),
-        mmproj=str(inputs.projector) if inputs.projector else None,
+        mmproj=projector,
     )
+    if inputs.box is None:
+        return launch
+    return replace(launch, container=container.contained(launch, inputs.box, projector))
 
 
 def _dry_run(planned: Planned) -> tuple[MeasuredCompute | None, str]:

@@ -11,10 +11,11 @@ from typing import Any
 from launcher.errors import DeviceUnusable, LauncherError, ModelUnreadable, Refused, UsageError
 from launcher.facts.paths import state_dir
 from launcher.facts.surroundings import Surroundings, read_surroundings
+from launcher.serve import container as boxes
 from launcher.serve import gates_port, state
 from launcher.serve import preflight as gatekeeper
 from launcher.structs import Engine, Gate, Plan, RunRecord
-from launcher.workflows import overrides, ways_out, world
+from launcher.workflows import container, overrides, ways_out, world
 from launcher.workflows import plan as pipeline
 from launcher.workflows import target as targets
 from launcher.workflows.plan import Inputs, Planned
@@ -75,9 +76,11 @@ def check(
     command: str = "launcher preflight",
 ) -> Checked:
     """Plan as far as that goes, then every gate; a way out is shown as `command` with what must change."""
-    found, engine_error = _engine(target, engine)
+    box, box_error = _box(target, given, engine)
+    found, engine_error = (None, box_error) if box or box_error else _engine(target, engine)
     with as_gate():
         surveyed, devices_error = _world(target, given, rig, found, gone)
+        surveyed = world.boxed(surveyed, box)
     inputs, model_error, plan_error = None, None, devices_error
     planned: Planned | None = None
     try:
@@ -94,7 +97,7 @@ def check(
         plan_error=plan_error,
         inventory=surveyed.inventory,
         model_error=model_error,
-        engine=found,
+        engine=box.engine if box else found,
         engine_error=None if rig and engine is None else engine_error,
         port_owner=None if rig else gates_port.port_owner(host, port),
         force=force,
@@ -104,6 +107,7 @@ def check(
         swap_bytes=0 if rig else None,
         around=None if rig else _around(planned),
     )
+    gates = _with_box(gates, planned)
     return Checked(target=target, gates=_ordered(gates, planned, command), planned=planned)
 
 
@@ -130,6 +134,26 @@ def _engine(target: Target, explicit: str | None) -> tuple[Engine | None, Device
         return world.engine_for(target.slug, explicit)
     except DeviceUnusable as error:
         return None, error
+
+
+def _box(
+    target: Target, given: Mapping[str, Any], explicit: str | None
+) -> tuple[container.Box | None, DeviceUnusable | None]:
+    try:
+        return container.find(target.slug, given, explicit), None
+    except DeviceUnusable as error:
+        return None, error
+
+
+def _with_box(gates: tuple[Gate, ...], planned: Planned | None) -> tuple[Gate, ...]:
+    """The gates of the container beside the others; what this process may lock says nothing about one."""
+    launch = planned.launch if planned else None
+    if launch is None or launch.container is None or planned is None:
+        return gates
+    projector = planned.inputs.projector
+    files = container.files_of(launch, str(projector) if projector else None)
+    own = boxes.gates(launch.container, planned.plan, planned.inventory.host, files)
+    return (*(g for g in gates if g.name not in ("memlock", "memlock-short")), *own)
 
 
 def _world(

@@ -18,6 +18,7 @@ from launcher.measure import learned
 from launcher.serve import numa
 from launcher.structs import Device, Engine, Host, Inventory, RunRecord, Slug
 from launcher.workflows import overrides
+from launcher.workflows.container import Box
 
 # A dry run opens a CUDA context on every card: what it needs, and what it must leave to whoever runs there.
 _DRY_RUN_BYTES = (530 + 512) * 1024**2
@@ -29,6 +30,7 @@ class World:
 
     inventory: Inventory
     no_dry_run: str = ""
+    box: Box | None = None
 
 
 def engine_for(
@@ -87,6 +89,15 @@ def here(engine: Engine | None, slug: Slug | None, given: Mapping[str, Any], gon
     return World(
         inventory=Inventory(devices=chosen, host=host, engine=engine, warnings=warnings), no_dry_run=no_dry_run
     )
+
+
+def boxed(found: World, box: Box | None) -> World:
+    """The same world with the engine of a container: it is not asked for a dry run, and numactl is no part of it."""
+    if box is None:
+        return found
+    host = replace(found.inventory.host, numactl=None)
+    inventory = replace(found.inventory, engine=box.engine, host=host)
+    return replace(found, inventory=inventory, no_dry_run="the engine is in an image", box=box)
 
 
 def without(host: Host, held: Iterable[tuple[int, tuple[str, ...]]]) -> Host:
