@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -71,6 +72,16 @@ def prepared(launch: Launch) -> dict[str, Any]:
     }
     state.write_json(folder / "about.json", about)
     return about
+
+
+def foreground(launch: Launch) -> Launch:
+    """The launch of `run`: docker or podman in our place, which hands signals on and removes the container."""
+    box = launch.container
+    if box is None:
+        return launch
+    home = os.environ.get("XDG_CONFIG_HOME")
+    words = (box.runtime.path, *compose.run_words(box, detach=False))
+    return replace(launch, argv=words, env=client_env({"config_home": home}, launch.env))
 
 
 def command(record: RunRecord) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from launcher.errors import Refused
-from launcher.serve import native
+from launcher.serve import boxed, native
 from launcher.structs import Plan
 from launcher.workflows import overrides, preflight, switch
 from launcher.workflows import target as targets
@@ -32,7 +32,7 @@ def run(text: str, given: Mapping[str, Any], *, engine: str | None, force: bool,
     for warning in planned.plan.warnings:
         print(f"note: {warning}", file=sys.stderr)
     print(f"{target.name}: http://{launch.host}:{launch.port}/v1 as {launch.alias}", file=sys.stderr)
-    return native.exec_foreground(launch, rpc=switch.rpc_spawn(planned))
+    return native.exec_foreground(boxed.foreground(launch), rpc=switch.rpc_spawn(planned))
 
 
 def _refuse_other_cards(cards: str | None, plan: Plan, text: str) -> None:
