@@ -1,7 +1,7 @@
 """Which container runtime and image a target is served with, and the engine in it; None without a container.
 
-An image of the slug or of `--image` is enough: the runtime is then the one that is here. `--container off` and an
-engine that was named win over the slug's image.
+`--container` or `--image` asks for one; a slug's image alone does not, since most people have a llama-server of their
+own. `--image` is enough: the runtime is then the one that is here.
 """
 
 from __future__ import annotations
@@ -38,11 +38,9 @@ def wanted(slug: Slug | None, given: Mapping[str, Any], explicit: str | None) ->
         raise overrides.invalid("--container", f"{kind!r} is none of {', '.join(_KINDS)}", fix)
     if explicit is not None and (kind not in (None, "off") or given.get("image")):
         raise overrides.invalid("--engine", "the engine of a container is the one in its image", "--container off")
-    if kind == "off" or explicit is not None:
+    if kind == "off" or explicit is not None or (kind is None and not given.get("image")):
         return None
     if image is None:
-        if kind is None:
-            return None
         fix = f"--container {kind} --image ghcr.io/ggml-org/llama.cpp:server-cuda     # or engine.image in the slug"
         raise overrides.invalid("--container", "no image: neither --image nor engine.image of a slug names one", fix)
     return kind or "auto", str(image)

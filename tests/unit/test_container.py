@@ -17,8 +17,9 @@ from launcher.errors import DeviceUnusable
 from launcher.facts import container as facts
 from launcher.facts import links
 from launcher.serve import argv, compose, container
-from launcher.structs import Container, Gate, Host, Image, Launch, Mount, Plan, Runtime
+from launcher.structs import Container, EngineRef, Gate, Host, Image, Launch, Mount, Plan, Runtime
 from launcher.units import GIB, KIB, MIB
+from launcher.workflows import container as workflow
 from tests.serve_builders import card, engine, inventory, plan, rpc_device, settings, slug
 
 ROOT = Path(launcher.__file__).parent.parent
@@ -355,3 +356,11 @@ def test_the_host_of_the_gates_is_the_one_that_was_planned_with() -> None:
     host = Host(total_bytes=2 * GIB, available_bytes=GIB // 4, limited_by="MemAvailable", cores=1)
     names = [g.name for g in container.gates(box(plan()), plan(), host, ()) if not g.ok]
     assert names == ["container-memory-short"]
+
+
+def test_the_image_of_a_slug_alone_asks_for_no_container() -> None:
+    """Shipped slugs name one; most people have a llama-server and no container runtime."""
+    named = slug(engine=EngineRef(image="ghcr.io/ggml-org/llama.cpp:server-cuda"))
+    assert workflow.wanted(named, {}, None) is None
+    assert workflow.wanted(named, {"container": "podman"}, None) == ("podman", "ghcr.io/ggml-org/llama.cpp:server-cuda")
+    assert workflow.wanted(named, {"image": "mine:1"}, None) == ("auto", "mine:1")
