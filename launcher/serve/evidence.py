@@ -113,6 +113,9 @@ class Samples:
 
     def __init__(self) -> None:
         self.rss_bytes: int | None = None
+        # The last look but one is what an end is compared with: the kernel counts a kill a moment before its memory
+        # is gone, so the last look may have seen the new number already.
+        self._kills: deque[int | None] = deque([oom_kills()], maxlen=2)
         self._kept: deque[tuple[float, int | None, int | None]] = deque(maxlen=_SAMPLES)
 
     def take(self, process: ProcessId | None) -> None:
@@ -121,11 +124,17 @@ class Samples:
         if not rss:
             return
         self.rss_bytes = rss
+        self._kills.append(oom_kills())
         seen = (time.monotonic(), rss, _host_available_bytes())
         # the newest replaces the one before it, until that is far enough from the one before that
         if len(self._kept) >= 2 and self._kept[-1][0] - self._kept[-2][0] < _SAMPLE_EVERY_S:
             self._kept.pop()
         self._kept.append(seen)
+
+    def kills(self) -> int | None:
+        """Kills for want of memory in our control group just now, not in the days before; None: it does not say."""
+        before, now = self._kills[0], oom_kills()
+        return None if before is None or now is None else now - before
 
     def before(self, now: float) -> tuple[Sample, ...]:
         """What was kept, the oldest first; now is time.monotonic() of the end."""

@@ -33,6 +33,8 @@ from launcher.units import duration
 GRACE_S = 20.0
 # Ends that somebody asked the server itself for, with a kill of their own: no failure.
 _TOLD = frozenset({0, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP})
+# What the kernel's kill for want of memory looks like: a shell in between says it as 128 + 9.
+_KILLED = frozenset({-signal.SIGKILL, 128 + signal.SIGKILL})
 _READY_POLL_S = 1.0
 # So ends serve/boxed for a container that the kernel ended at its memory limit; it would be again.
 _OOM_CODE = 128 + signal.SIGKILL
@@ -95,13 +97,15 @@ class Keeper:
 
     def _keep(self, server: subprocess.Popen[bytes]) -> bool:
         """Wait for the end of one server and write it down; whether it is to be started again."""
-        kills = evidence.oom_kills()
         samples = evidence.Samples()
         still_s = self._wait(server, samples)
-        after = evidence.oom_kills()
-        killed = None if after is None or kills is None else after - kills
+        killed = samples.kills() if still_s is None and self._was_killed(server) else None
         self._note_causes(killed)
         return self._end(server, samples, still_s, killed)
+
+    def _was_killed(self, server: subprocess.Popen[bytes]) -> bool:
+        """Whether the kernel may have done it: the counter is of a whole group, where a compiler is killed as well."""
+        return any(child.poll() in _KILLED for child in (server, *self.children))
 
     def _start_again(self) -> None:
         """The same launch once more, its RPC servers too: they hold the state of a client that is gone.
@@ -298,7 +302,9 @@ class Keeper:
     def _cause(self, code: int, name: str | None, killed: int | None) -> str | None:
         if name == "SIGKILL" and killed == 0:
             return "somebody sent SIGKILL: the kernel counts no kill of this group for want of memory"
-        found = known_cause(alive.log_end(self.record.log_path, 65536), code if code >= 0 else None, name)
+        # of this server alone: the words of one before it in the same log are no cause
+        log = alive.log_end(self.record.log_path, 65536).rpartition(STARTED_AGAIN)[2]
+        found = known_cause(log, code if code >= 0 else None, name)
         return found.text if found else None
 
     def _end_rpc(self) -> None:

@@ -122,7 +122,8 @@ class RunEnd:
     began_at    start of this server; later than started_at when it had been started again
     ready_at    None when it never was ready
     still_s     how long nothing had moved in it, of one that was wedged
-    oom_kills   how often the kernel killed in our control group for want of memory; None where it does not say
+    oom_kills   how often the kernel killed in our control group for want of memory just before this end; None where it
+                does not say, and of an end that was no kill
     kernel      its own lines about this process or a card
     samples     memory, the oldest first
     requests    the last ones; those not `ended` were being worked on

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 import launcher
-from launcher.serve import evidence, native, state
-from launcher.structs import ProcessId
+from launcher.serve import evidence, native, state, wait
+from launcher.serve.ports import free_port
+from launcher.structs import ProcessId, RunRecord
 from launcher.units import MIB
+from tests.serve_builders import fake_launch
 
 ROOT = Path(launcher.__file__).parent.parent
 RECORDS = (
@@ -143,9 +146,6 @@ def test_a_kill_by_the_kernel_is_counted_and_quoted(small_group: Path) -> None:
 def test_a_kill_by_somebody_is_not_blamed_on_the_kernel() -> None:
     if evidence.oom_kills() is None:
         pytest.skip("this kernel does not count kills of our group")
-    from launcher.serve.ports import free_port
-    from tests.serve_builders import fake_launch
-
     record = native.start(fake_launch(free_port("127.0.0.1")), "demo/fake", sample_s=0.1)
     assert record.server is not None
     os.kill(record.server.pid, 9)
@@ -156,3 +156,126 @@ def test_a_kill_by_somebody_is_not_blamed_on_the_kernel() -> None:
     (end,) = state.history()
     assert (end.signal, end.oom_kills) == ("SIGKILL", 0)
     assert end.cause.startswith("somebody sent SIGKILL")
+
+
+HOG = """
+import os, sys
+from pathlib import Path
+(Path(sys.argv[1]) / "cgroup.procs").write_text(str(os.getpid()))
+held = [os.urandom(1 << 20) for _ in range(400)]
+"""
+BESIDE = """
+import os, sys
+from pathlib import Path
+(Path(sys.argv[1]) / "cgroup.procs").write_text(str(os.getpid()))
+from launcher.serve import native
+from launcher.serve.ports import free_port
+from tests.serve_builders import fake_launch
+record = native.start(fake_launch(free_port("127.0.0.1")), "demo/beside", sample_s=0.1, restarts=1)
+from launcher.serve import wait
+wait.wait_ready(record, tick_s=0.02)
+"""
+
+
+def until(true: Callable[[], object], patience_s: float = 20.0) -> None:
+    deadline = time.monotonic() + patience_s
+    while not true():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+def current(name: str) -> RunRecord:
+    found = state.read(name)
+    assert found is not None
+    return found
+
+
+def test_a_compiler_that_was_killed_long_ago_stops_no_restart(small_group: Path) -> None:
+    """A real kill beside a server of ours, in its control group: the crash that comes later has another cause."""
+    subprocess.run([sys.executable, "-c", BESIDE, str(small_group)], check=True, cwd=ROOT, timeout=60)
+    try:
+        hog = subprocess.run([sys.executable, "-c", HOG, str(small_group)], check=False, timeout=60)
+        assert hog.returncode == -9
+        time.sleep(0.5)  # some samples later
+        first = current("demo/beside").server
+        assert first is not None and native.alive(first), "the hog alone was killed"
+        os.kill(first.pid, signal.SIGABRT)
+        until(lambda: state.history())
+        (end,) = state.history()
+        assert (end.reason, end.signal, end.oom_kills) == ("crashed", "SIGABRT", None)
+        assert "memory" not in end.cause
+        until(lambda: current("demo/beside").state == "ready" and current("demo/beside").restarts == 1)
+        assert "oom_kill" not in Path(current("demo/beside").log_path).read_text()
+    finally:
+        native.stop(current("demo/beside"), grace_s=2)
+
+
+COUNTED = """
+import os
+from pathlib import Path
+from launcher.serve import evidence
+evidence.oom_kills = lambda: int(Path(os.environ["TEST_KILLS"]).read_text())
+"""
+
+
+@pytest.fixture
+def counter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The kernel's counter as a keeper reads it, in a file: not every machine lets us make a control group."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(COUNTED)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'site'}")
+    monkeypatch.setenv("TEST_KILLS", str(tmp_path / "kills"))
+    (tmp_path / "kills").write_text("3")
+    return tmp_path / "kills"
+
+
+@pytest.mark.parametrize(
+    ("kill", "before", "at_end", "oom", "again"),
+    [
+        (signal.SIGABRT, 4, 4, None, True),
+        (signal.SIGABRT, 3, 4, None, True),
+        (signal.SIGKILL, 4, 4, 0, True),
+        (signal.SIGKILL, 3, 4, 1, False),
+    ],
+)
+def test_the_counter_counts_at_the_end_of_one_that_was_killed(
+    counter: Path, kill: signal.Signals, before: int, at_end: int, oom: int | None, again: bool
+) -> None:
+    record = native.start(fake_launch(free_port("127.0.0.1")), "demo/fake", sample_s=0.1, restarts=1)
+    try:
+        record = wait.wait_ready(record, tick_s=0.02)
+        counter.write_text(str(before))
+        time.sleep(0.6)
+        assert record.server is not None
+        half = counter.with_suffix(".half")
+        half.write_text(str(at_end))
+        half.replace(counter)
+        os.kill(record.server.pid, kill)
+        until(lambda: state.history())
+        (end,) = state.history()
+        assert end.oom_kills == oom
+        if again:
+            until(lambda: current("demo/fake").state == "ready" and current("demo/fake").restarts == 1)
+        else:
+            until(lambda: not native.alive(record.keeper))
+            assert current("demo/fake").state == "failed"
+    finally:
+        native.stop(record, grace_s=2)
+
+
+def test_a_later_crash_is_not_blamed_on_what_the_one_before_it_said() -> None:
+    record = native.start(fake_launch(free_port("127.0.0.1")), "demo/fake", sample_s=0.1, restarts=1)
+    try:
+        record = wait.wait_ready(record, tick_s=0.02)
+        assert record.server is not None
+        with Path(record.log_path).open("a") as log:
+            log.write("CUDA error: out of memory\n")
+        os.kill(record.server.pid, signal.SIGABRT)
+        until(lambda: current("demo/fake").state == "ready" and current("demo/fake").restarts == 1)
+        again = current("demo/fake").server
+        assert again is not None
+        os.kill(again.pid, signal.SIGABRT)
+        until(lambda: len(state.history()) == 2)
+        assert ["memory" in end.cause for end in state.history()] == [True, False]
+    finally:
+        native.stop(record, grace_s=2)
