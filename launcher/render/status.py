@@ -42,6 +42,9 @@ def screen(servers: Sequence[Mapping[str, Any]]) -> Iterator[Text | str]:
         pid = record.server.pid if record.server else "-"
         memory = f", {human(s['rss_bytes'])} resident" if s["rss_bytes"] else ""
         yield out.line((f"{s['state']:<14}  ", style), f"{record.slug}  {document.url(record.host, record.port)}")
+        if s["uptime_s"] is None:
+            yield "  its server has ended; its keeper writes down how, and starts it again where the slug says so"
+            continue
         kept = "" if s["keeper_alive"] else "; its keeper is gone, so nobody will note how it ends"
         yield f"  model {record.alias}, pid {pid}, up {out.duration(s['uptime_s'] or 0)}{memory}{busy}{kept}"
         if record.restarts:

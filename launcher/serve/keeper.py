@@ -83,8 +83,8 @@ class Keeper:
             self._start_engine()
             assert self.server is not None
             self._say({"ok": True})
-            while self._keep(self.server):
-                self._start_again()
+            while self._keep(self.server) and self._start_again():
+                pass
         except (LauncherError, OSError) as failed:
             # Also when it cannot be written down which process it is: nobody could find it later.
             self._end_engine()
@@ -107,14 +107,19 @@ class Keeper:
         """Whether the kernel may have done it: the counter is of a whole group, where a compiler is killed as well."""
         return any(child.poll() in _KILLED for child in (server, *self.children))
 
-    def _start_again(self) -> None:
+    def _start_again(self) -> bool:
         """The same launch once more, its RPC servers too: they hold the state of a client that is gone.
 
-        Raises LauncherError, OSError; the record says failed then.
+        False when its end was asked for since it ended. Raises LauncherError, OSError; the record says failed then.
         """
         try:
             self._end_rpc()
             self.children = []
+            if self._asked():
+                self._log("not started again: its end was asked for")
+                with contextlib.suppress(LauncherError):
+                    state.forget(self.record)
+                return False
             self.record = state.update(
                 self.record, state="starting", server=None, rpc_servers=(), ready_at=None,
                 restarts=self.record.restarts + 1, restarted_at=time.time(),
@@ -127,11 +132,15 @@ class Keeper:
             # Asked between our look at the marker and the new server being known: nobody else will end it.
             if state.stop_asked(self.record):
                 self._on_term(signal.SIGTERM, None)
+            return True
         except (LauncherError, OSError) as error:
             self._log(f"could not be started again: {error}")  # the command line that would say it is long gone
             with contextlib.suppress(LauncherError):
                 self.record = state.update(self.record, state="failed", rpc_servers=())
             raise
+
+    def _asked(self) -> bool:
+        return self.told_to_end.is_set() or state.stop_asked(self.record) is not None
 
     def _note_causes(self, killed: int | None) -> None:
         """Put into the log what the engine cannot know about its own end."""
@@ -255,8 +264,10 @@ class Keeper:
         stored = self._stored()
         was_ready = stored.state == "ready"
         by = state.stop_asked(self.record)
-        wanted = self.told_to_end.is_set() or by is not None
-        self._log(f"ended ({_how(server.returncode)})" + (f", asked for by {by}" if by else ""))
+        asked = self._asked()
+        # One that was gone before anybody asked had a cause of its own; what was asked for is that it stays so.
+        wanted = asked and not state.asked_too_late(self.record)
+        self._log(f"ended ({_how(server.returncode)})" + (f", asked for by {by}" if by and wanted else ""))
         code = server.returncode
         name = None if code >= 0 else _name(-code)
         kernel = () if wanted else evidence.about(self.record.server)
@@ -289,11 +300,11 @@ class Keeper:
             state.append_history(end)
         alive.forget(self.record)
         failed = reason == "wedged" or (reason == "crashed" and code not in _TOLD)
-        if failed and not killed and code != _OOM_CODE and self._may_restart():
+        if failed and not killed and not asked and code != _OOM_CODE and self._may_restart():
             return True
         self._end_rpc()
         with contextlib.suppress(LauncherError):
-            if wanted:
+            if asked:
                 state.forget(self.record)
             else:
                 self.record = state.update(self.record, state="failed", rpc_servers=())

@@ -65,7 +65,7 @@ def start(
     _reap()
     before = state.read(slug_name)
     if before is not None and live(before):
-        pid = before.server.pid if before.server else "starting"
+        pid = before.server.pid if before.server and alive(before.server) else "being started"
         raise Refused(
             "already-running",
             f"{slug_name} runs already (pid {pid}, port {before.port})",
@@ -209,21 +209,15 @@ def stop(record: RunRecord, grace_s: float = 20.0) -> RunEnd | None:
 
     SIGTERM to the server's group, `grace_s` of patience, SIGKILL. Returns the line of history when there is one.
     """
-    stored = state.read(record.slug)
-    if stored is not None and stored.started_at == record.started_at:
-        record = stored
+    record = _stored(record)
     # Without room on the disk a server must still end: what cannot be written down is left out.
     if live(record):
         with contextlib.suppress(Refused):
             state.ask_stop(record)
         # Its keeper may have started it again since the record was read: one of us two sees what the other wrote.
-        stored = state.read(record.slug)
-        if stored is not None and stored.started_at == record.started_at:
-            record = stored
-    if record.server is None and alive(record.keeper):
-        _signal(record.keeper, signal.SIGTERM)
-        _gone(record.keeper, grace_s)
-        record = state.read(record.slug) or record
+        record = _stored(record)
+    if not alive(record.server):
+        record = _tell_keeper(record, grace_s)
     started = alive(record.server)
     last_rss = resident_bytes(record.server)
     if record.container:
@@ -231,8 +225,7 @@ def stop(record: RunRecord, grace_s: float = 20.0) -> RunEnd | None:
     end_group(record.server, grace_s)
     end_rpc(record.rpc_servers)
     # It has the exit code to write down; it ends by itself once the server is gone.
-    if not _gone(record.keeper, 10.0):
-        end_group(record.keeper, 2.0)
+    _end_keeper(record.keeper)
     end = state.end_of(record)
     if end is None and started and record.server is not None:
         end = RunEnd(
@@ -255,6 +248,44 @@ def stop(record: RunRecord, grace_s: float = 20.0) -> RunEnd | None:
     with contextlib.suppress(Refused):
         state.forget(record)
     return end
+
+
+def _stored(record: RunRecord) -> RunRecord:
+    """This run as its record says it now; the given one when it was forgotten."""
+    stored = state.read(record.slug)
+    return stored if stored is not None and stored.started_at == record.started_at else record
+
+
+def _tell_keeper(record: RunRecord, patience_s: float) -> RunRecord:
+    """Tell a keeper whose server is not there yet, or no more, to end; back when it is gone or has a server after all.
+
+    It may be about to start one: told, it starts none, or ends it.
+    """
+    if not _signal(record.keeper, signal.SIGTERM):
+        return record
+    deadline = time.monotonic() + patience_s
+    while alive(record.keeper) and not alive(record.server) and time.monotonic() < deadline:
+        time.sleep(0.02)
+        record = _stored(record)
+    return _stored(record)
+
+
+def _end_keeper(keeper: ProcessId | None) -> None:
+    """A keeper ends by itself once its server is gone; one that does not is ended with all that it has started."""
+    if _gone(keeper, 10.0):
+        return
+    if _signal(keeper, signal.SIGTERM) and _gone(keeper, 2.0):
+        return
+    _signal(keeper, signal.SIGSTOP)  # so that it starts nothing between this look and its end
+    found = state.proc(keeper)
+    children: list[psutil.Process] = []
+    with contextlib.suppress(psutil.Error):
+        children = found.children() if found else []
+    left = [state.identify(child.pid) for child in children]
+    _signal(keeper, signal.SIGKILL)
+    _gone(keeper, 10.0)
+    for child in left:
+        end_group(child, 2.0)
 
 
 def end_group(leader: ProcessId | None, grace_s: float) -> None:
@@ -283,9 +314,15 @@ def end_rpc(servers: Iterable[ProcessId]) -> None:
 
 
 def live(record: RunRecord) -> bool:
-    """Whether the record's server runs or is being started; waits for keepers of ours that ended."""
+    """Whether the record's server runs or may run again, see `state.live`; waits for keepers of ours that ended."""
     _reap()
     return state.live(record)
+
+
+def up(record: RunRecord) -> bool:
+    """Whether the record's server runs or is being started; waits for keepers of ours that ended."""
+    _reap()
+    return state.up(record)
 
 
 def alive(process: ProcessId | None) -> bool:

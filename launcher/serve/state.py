@@ -43,12 +43,15 @@ _ROOM_BYTES = 16 * MIB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """A record beside what is true now. `end` is the line of history, None while it runs or when nobody saw."""
+    """A record beside what is true now. `end` is the line of history, None while it runs or when nobody saw.
+
+    how  'down': its server ended, and its keeper is about to write down how or to start it again
+    """
 
     record: RunRecord
     alive: bool
     end: RunEnd | None
-    how: str  # 'running', 'starting', 'stopped', 'crashed (exit code 1)', 'ended, nobody saw how'
+    how: str  # 'running', 'starting', 'down', 'stopped', 'crashed (exit code 1)', 'ended, nobody saw how'
 
 
 # ------------------------------------------------------------------------------------------ folders
@@ -122,7 +125,15 @@ def stem(slug: str) -> str:
 
 
 def live(record: RunRecord) -> bool:
-    """Whether the record's server runs, or is about to: its keeper lives and has not started it yet."""
+    """Whether the record's server runs, or may run again: its keeper lives and has not given up.
+
+    A keeper whose server just ended writes down how, and may start it again: until then nobody may take its place.
+    """
+    return alive(record.server) or (record.state != "failed" and alive(record.keeper))
+
+
+def up(record: RunRecord) -> bool:
+    """Whether the record's server runs, or is being started; one that ended is not, whatever its keeper does next."""
     if record.server is not None:
         return alive(record.server)
     return record.state == "starting" and alive(record.keeper)
@@ -273,7 +284,7 @@ def records() -> tuple[RunRecord, ...]:
 
 
 def running() -> tuple[RunRecord, ...]:
-    """Records of servers that run or are being started."""
+    """Records of servers that run, are being started, or may be started again by their keepers."""
     return tuple(r for r in records() if live(r))
 
 
@@ -285,7 +296,8 @@ def survey() -> tuple[Seen, ...]:
 
 def _seen(record: RunRecord, ended: tuple[RunEnd, ...]) -> Seen:
     if live(record):
-        return Seen(record=record, alive=True, end=None, how="running" if record.state == "ready" else "starting")
+        how = "down" if not up(record) else "running" if record.state == "ready" else "starting"
+        return Seen(record=record, alive=True, end=None, how=how)
     end = end_of(record, ended)
     return Seen(record=record, alive=False, end=end, how=describe(end))
 
@@ -313,18 +325,33 @@ def note_path(slug: str) -> Path:
 
 
 def ask_stop(record: RunRecord) -> None:
-    """Say, before any signal is sent, that this end is wanted, by whom and when."""
+    """Say, before any signal is sent, that this end is wanted, by whom and when.
+
+    The record should be as it is stored: a server that is gone by now had an end of its own, and the marker says so.
+    """
+    ended = None if record.server is None or alive(record.server) else asdict(record.server)
     by = {"started_at": record.started_at, "pid": os.getpid(), "command": _own_command(), "at": time.time()}
-    write_json(marker_path(record.slug), by)
+    write_json(marker_path(record.slug), {**by, "ended": ended})
 
 
 def stop_asked(record: RunRecord) -> str | None:
     """Who asked for the end of exactly this run (`pid 12, switch demo/b`), None when nobody did."""
+    marker = _marker(record)
+    return None if marker is None else f"pid {marker['pid']}, {marker['command']}"
+
+
+def asked_too_late(record: RunRecord) -> bool:
+    """Whether the record's server had ended by itself before its end was asked for."""
+    marker = _marker(record)
+    return bool(marker and record.server and marker.get("ended") == asdict(record.server))
+
+
+def _marker(record: RunRecord) -> dict[str, Any] | None:
+    """The stop marker of exactly this run, None when there is none that can be read."""
     try:
         marker = json.loads(marker_path(record.slug).read_text(encoding="utf-8"))
-        by = f"pid {marker['pid']}, {marker['command']}"
-        return by if marker["started_at"] == record.started_at else None
-    except (OSError, ValueError, KeyError, TypeError):
+        return marker if marker["started_at"] == record.started_at and {"pid", "command"} <= marker.keys() else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 

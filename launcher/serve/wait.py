@@ -105,7 +105,7 @@ class _Watch:
         self.stage = stage
         last, moved_at = self._signs(), time.monotonic()
         while True:
-            if not native.live(self.record):
+            if not native.up(self.record):
                 raise exited(self.record, self.stage, self.plan)
             now = self._signs()
             if now.moved_since(last):
@@ -123,7 +123,7 @@ class _Watch:
             check(*what)
         except EngineFailed:
             for _ in range(20):
-                if not native.live(self.record):
+                if not native.up(self.record):
                     raise exited(self.record, self.stage, self.plan) from None
                 time.sleep(0.05)
             raise
@@ -148,7 +148,7 @@ class _Watch:
                 break
         reply = box[0] if box else httpx.HTTPError("no reply")
         if isinstance(reply, Exception):
-            if not native.live(self.record):
+            if not native.up(self.record):
                 raise exited(self.record, self.stage, self.plan)
             body = reply.response.text[:300] if isinstance(reply, httpx.HTTPStatusError) else str(reply)
             raise self._no_answer(f"the first question failed: {body}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -11,9 +12,11 @@ import httpx
 
 from launcher.errors import ModelUnreadable
 from launcher.facts import gguf_header
-from launcher.serve import alive, argv, server, wait
+from launcher.serve import alive, argv, native, server, wait
 from launcher.structs import Activity, RunRecord
 from launcher.workflows import status
+
+_POLL_S = 0.1
 
 
 class View(Protocol):
@@ -43,6 +46,9 @@ def run(name: str | None, view: View) -> Attached:
     """
     record = status.running_one(name)
     try:
+        while not native.alive(record.server):  # its keeper starts it, or it is no longer among those that run
+            time.sleep(_POLL_S)
+            record = status.running_one(name)
         if record.state == "starting":
             record = wait.wait_ready(record, total_bytes=_model_bytes(record), on_progress=view.loading)
     except KeyboardInterrupt:

@@ -26,8 +26,9 @@ _MOVED_S = 60.0
 def servers() -> tuple[Mapping[str, Any], ...]:
     """One mapping a record: record, alive, state, healthy, requests, activity, rss_bytes, uptime_s, keeper_alive, end.
 
-    state: 'ready', 'loading', 'busy' (too busy to answer, and getting on), 'wedged', 'not answering', or how it ended;
-    healthy None while it loads. activity: what it reads and writes, None unless it is up.
+    state: 'ready', 'loading', 'busy' (too busy to answer, and getting on), 'wedged', 'not answering', 'down' or its
+    end; healthy None while it loads. activity: what it reads and writes, None unless it is up. 'down': its server ended
+    and its keeper is about to write down how or to start it again; uptime_s is None then.
     """
     return tuple(_look(seen) for seen in state.survey())
 
@@ -47,6 +48,9 @@ def _look(seen: state.Seen) -> Mapping[str, Any]:
         "end": seen.end,
     }
     if not seen.alive:
+        return found
+    if not native.up(record):
+        found["healthy"] = False
         return found
     with server.client_of(record) as client:
         code = client.health()

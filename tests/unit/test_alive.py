@@ -13,13 +13,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 
-from launcher.errors import EngineFailed
+from launcher.errors import EngineFailed, Refused
+from launcher.render.status import screen
 from launcher.serve import alive, native, state, wait
 from launcher.serve.ports import free_port
 from launcher.structs import RunEnd, RunRecord
-from launcher.workflows import status
+from launcher.workflows import attach, status
 from tests.serve_builders import fake_launch
 
 SLUG = "demo/fake"
@@ -292,3 +294,138 @@ def test_a_process_that_hangs_altogether_is_named_too(begin: Begin) -> None:
         os.kill(record.server.pid, signal.SIGCONT)
     until(lambda: not alive.activity(record).wedged)
     assert status.servers()[0]["healthy"], "it got on"
+
+
+# --------------------------------------------------------------------- between a crash and what follows
+
+
+def answering(port: int) -> list[int]:
+    """Processes of the fake engine on that port, by their command lines."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if str(port) in process.cmdline() and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
+        except psutil.Error:
+            continue
+    return found
+
+
+@pytest.fixture
+def down(begin: Begin) -> Iterator[Callable[..., RunRecord]]:
+    """A server that crashed, its keeper alive and late: it has not seen the end yet."""
+    late: list[RunRecord] = []
+
+    def crash(*words: str, restarts: int = 3) -> RunRecord:
+        record = begin(*words, restarts=restarts)
+        assert record.keeper is not None and record.server is not None
+        os.kill(record.keeper.pid, signal.SIGSTOP)
+        late.append(record)
+        os.kill(record.server.pid, signal.SIGABRT)
+        until(lambda: not native.alive(record.server))
+        return record
+
+    yield crash
+    for record in late:
+        go_on(record)
+
+
+def go_on(record: RunRecord) -> None:
+    if record.keeper is not None and native.alive(record.keeper):
+        os.kill(record.keeper.pid, signal.SIGCONT)
+
+
+def stopping(record: RunRecord) -> threading.Thread:
+    thread = threading.Thread(target=native.stop, args=[record])
+    thread.start()
+    return thread
+
+
+def test_a_crash_that_its_keeper_has_not_seen_is_still_a_server_of_ours(down: Callable[..., RunRecord]) -> None:
+    record = down()
+    assert [(s.record.slug, s.alive, s.how) for s in state.survey()] == [(SLUG, True, "down")]
+    assert state.running() == (record,), "a switch to another target would load beside what comes again"
+    (found,) = status.servers()
+    assert (found["state"], found["healthy"], found["uptime_s"]) == ("down", False, None)
+    with pytest.raises(EngineFailed) as refused:
+        status.verdict((found,), check=True)
+    assert refused.value.message == "demo/fake is down"
+    shown = [str(line) for line in screen([found])]
+    assert shown[0].startswith("down ") and "its keeper writes down how" in shown[1]
+    with pytest.raises(Refused) as twice:
+        native.start(fake_launch(free_port("127.0.0.1")), SLUG)
+    assert twice.value.reference == "already-running"
+    go_on(record)
+    until(lambda: current().state == "ready" and current().restarts == 1)
+    assert [s.how for s in state.survey()] == ["running"]
+
+
+def test_stop_between_crash_and_restart_leaves_nothing(down: Callable[..., RunRecord]) -> None:
+    record = down("--ignore-sigterm")
+    thread = stopping(record)
+    until(lambda: state.stop_asked(record))
+    go_on(record)
+    thread.join(30)
+    assert not thread.is_alive()
+    time.sleep(0.3)
+    assert (state.records(), answering(record.port), native.alive(record.keeper)) == ((), [], False)
+    (end,) = state.history()
+    assert (end.reason, end.signal) == ("crashed", "SIGABRT"), "it had gone before anybody asked"
+
+
+LATE = """
+import os, time
+from launcher.serve import evidence, state
+update = state.update
+def slow(record, **changes):
+    if changes.get("state") == "starting":
+        open(os.environ["TEST_LATE"], "w").close()
+        time.sleep(1.0)
+    return update(record, **changes)
+state.update = slow
+"""
+
+
+def test_stop_of_one_that_is_about_to_be_started_again_and_will_not_obey(
+    begin: Begin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The keeper has decided already, and nobody can write that an end is wanted."""
+    (tmp_path / "sitecustomize.py").write_text(LATE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("TEST_LATE", str(tmp_path / "late"))
+    record = begin("--ignore-sigterm", restarts=3)
+    assert record.server is not None
+
+    def no_room(_record: RunRecord) -> None:
+        raise Refused("state-unwritable", "no space left on device", fix="df -h")
+
+    monkeypatch.setattr(state, "ask_stop", no_room)
+    os.kill(record.server.pid, signal.SIGABRT)
+    until(lambda: (tmp_path / "late").exists())
+    native.stop(record, grace_s=2)
+    assert (state.records(), answering(record.port), native.alive(record.keeper)) == ((), [], False)
+
+
+def test_a_keeper_that_obeys_nobody_takes_its_server_with_it(begin: Begin) -> None:
+    """Stopped by a debugger, say: it is killed in the end, and what it had started is looked for first."""
+    record = begin()
+    assert record.keeper is not None
+    os.kill(record.keeper.pid, signal.SIGSTOP)
+    state.update(record, server=None, state="starting")  # as it is between a start and its being written down
+    native.stop(record, grace_s=0.2)
+    assert (state.records(), answering(record.port), native.alive(record.keeper)) == ((), [], False)
+
+
+def test_attach_waits_for_one_that_is_started_again(down: Callable[..., RunRecord]) -> None:
+    class View:
+        def loading(self, *_: object) -> None:
+            pass
+
+        def left(self, record: RunRecord) -> None:
+            raise AssertionError(record)
+
+    record = down()
+    threading.Timer(0.3, go_on, [record]).start()
+    found = attach.run(SLUG, View())
+    assert found.record.server != record.server
+    assert native.alive(found.record.server)
