@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 import shlex
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from decimal import Decimal, InvalidOperation
+from pathlib import Path
 from typing import Any
 
 from launcher.errors import UsageError
@@ -19,6 +21,11 @@ LOAD_MODES = ("none", "mmap", "mlock", "mmap+mlock", "dio", "auto")
 # llama.cpp b11434: src/llama-cparams.h LLAMA_MAX_SEQ; -c is read as an int.
 MOST_STREAMS = 256
 MOST_TOKENS = 2**31 - 1
+_FILES = frozenset({"drafter", "mmproj"})
+# An option given now -> those of an earlier run that it replaces; a split counts the devices that were given with it.
+_INSTEAD = {
+    "ctx": ("ctx_total",), "ctx_total": ("ctx",), "kv": ("type_k", "type_v"), "devices": ("tensor_split",),
+}  # fmt: skip
 _SPELLED = {"ctx_total": "-c", "type_k": "-ctk", "type_v": "-ctv", "unified": "--unified"}
 
 
@@ -36,6 +43,29 @@ def words(given: Mapping[str, Any], without: Collection[str] = ()) -> list[str]:
                 # `-CUDA1` would read as an option of its own
                 found += [f"{option}={item}"] if str(item).startswith("-") else [option, str(item)]
     return found
+
+
+def absolute(path: str) -> str:
+    """A path that holds from any folder; `off` and names that are no file here stay as they are."""
+    found = Path(os.path.expanduser(path))  # noqa: PTH111 - leaves `~nobody` as it is where pathlib raises
+    return str(found.absolute()) if path != "off" and found.exists() else path
+
+
+def from_anywhere(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Options to be kept for later, or for a service: their files by absolute paths."""
+    return {k: absolute(v) if k in _FILES else v for k, v in given.items()}
+
+
+def over(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of an earlier run with those given now on top: what says the same in other words gives way to them."""
+    kept = dict(then)
+    if "kv" in kept and not {"kv", "type_k", "type_v"}.isdisjoint(now):
+        kept["type_k"], _, type_v = str(kept.pop("kv")).partition("/")
+        kept["type_v"] = type_v or kept["type_k"]
+    for key, gone in _INSTEAD.items():
+        for other in gone if key in now else ():
+            kept.pop(other, None)
+    return {**kept, **now}
 
 
 def command(name: str, options: Mapping[str, str | bool | None]) -> str:

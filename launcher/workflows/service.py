@@ -152,12 +152,11 @@ def _unit(
     cards = _cards(planned)
     words = ["--cards", ",".join(cards)] if cards else []
     words += ["--force"] if force else []
-    words += ["--engine", _absolute(engine)] if engine else []
-    fixed = {k: _absolute(v) if k in ("drafter", "mmproj") else v for k, v in given.items()}
+    words += ["--engine", overrides.absolute(engine)] if engine else []
     return units.Unit(
         target=target,
         description=f"llama.cpp server {target} on port {planned.launch.port}",
-        run=(*launcher, "run", target, *words, *overrides.words(fixed)),
+        run=(*launcher, "run", target, *words, *overrides.words(overrides.from_anywhere(given))),
         wait=(*launcher, "service", "wait", *cards) if cards else (),
         env=_environment(planned),
         system=system,
@@ -167,12 +166,6 @@ def _unit(
 
 def _cards(planned: Planned) -> tuple[str, ...]:
     return tuple(dict.fromkeys(d.device.uuid for d in planned.plan.devices if d.device.uuid))
-
-
-def _absolute(path: str) -> str:
-    """A path that holds from any folder; `off` and names that are no file stay as they are."""
-    found = Path(path).expanduser()
-    return str(found.absolute()) if path != "off" and found.exists() else path
 
 
 def _environment(planned: Planned) -> dict[str, str]:

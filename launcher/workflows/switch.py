@@ -83,9 +83,11 @@ def run(
 
     Raises UsageError, SlugInvalid, Refused (a gate; needs-yes, not-stopped), EngineFailed, Locked.
     """
+    # What is given now is kept for `switch -`, which may come from another folder.
+    given, engine = overrides.from_anywhere(given), overrides.absolute(engine) if engine else None
     if text == "-":
         last = back.before()
-        text, given = last.slug, {**last.given, **given}
+        text, given = last.slug, overrides.over(last.given, given)
         force, engine = force or last.force, engine or last.engine
         progress.back(text, tuple(overrides.words(given)))
     with _told(progress.kept, state.running), preflight.as_gate():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import pytest
 
 from launcher.errors import UsageError
 from launcher.serve import native, state
-from launcher.workflows import back
+from launcher.workflows import back, overrides
 from tests.unit.test_cli import ROOT, child, engine, model, ports, slug
 from tests.unit.test_state import end, record
 
@@ -92,6 +93,65 @@ def test_there_and_back_with_the_options_of_then(launcher_home: Path, model: Pat
     assert child("stop").returncode == 0
     assert child("switch", "-").returncode == 0
     assert [r.slug for r in state.running()] == ["my/two"], "with nothing running it is the last one"
+
+
+@pytest.mark.usefixtures("engine")
+def test_back_from_another_folder_means_the_same_files(
+    launcher_home: Path,
+    model: Path,
+    ports: Ports,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,  # noqa: F811
+) -> None:
+    for name in ("my/one", "my/two"):
+        slug(launcher_home, name, model, port=ports())
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder in (here, there):
+        folder.mkdir()
+    shutil.copy(model, here / "mm.gguf")
+    shutil.copy(model, here / "draft.gguf")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+    def at(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+        argv = [sys.executable, "-m", "launcher", "switch", *words]
+        return subprocess.run(argv, cwd=folder, capture_output=True, text=True, check=False, timeout=120)
+
+    files = ("--mmproj", "mm.gguf", "--drafter", "draft.gguf", "--engine", "../engine/llama-server")
+    done = at(here, "one", "--ctx", "2k", "--kv", "q8_0", *files)
+    assert done.returncode == 0, done.stderr
+    assert at(here, "two", "--yes").returncode == 0
+    done = at(there, "-", "--yes", "-c", "1024", "-ctk", "f16")
+    assert done.returncode == 0, done.stderr
+    (now,) = state.running()
+    words = now.argv
+    assert now.slug == "my/one"
+    assert words[words.index("-c") + 1] == "1024"
+    assert {str(here / "mm.gguf"), str(here / "draft.gguf")} <= set(words)
+    assert now.asked["engine"] == str(here / "../engine/llama-server")
+    assert now.asked["given"] == {
+        "mmproj": str(here / "mm.gguf"), "drafter": str(here / "draft.gguf"), "ctx_total": "1024", "type_k": "f16",
+        "type_v": "q8_0",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "found"),
+    [
+        ({"ctx": "32k"}, {"ctx_total": "65536"}, {"ctx_total": "65536"}),
+        ({"ctx_total": "65536", "port": 1}, {"ctx": "32k"}, {"port": 1, "ctx": "32k"}),
+        ({"type_k": "f16", "type_v": "q8_0"}, {"kv": "q4_0"}, {"kv": "q4_0"}),
+        ({"kv": "q8_0/q4_0"}, {"type_k": "f16"}, {"type_k": "f16", "type_v": "q4_0"}),
+        ({"kv": "q8_0"}, {"kv": "f16"}, {"kv": "f16"}),
+        ({"batch": 512}, {"ubatch": 256}, {"batch": 512, "ubatch": 256}),
+        ({"devices": "0,1", "tensor_split": "3,2"}, {"devices": "1"}, {"devices": "1"}),
+        ({"devices": "0,1"}, {"tensor_split": "3,2"}, {"devices": "0,1", "tensor_split": "3,2"}),
+    ],
+)
+def test_an_option_given_now_replaces_what_says_the_same(
+    then: dict[str, object], now: dict[str, object], found: dict[str, object]
+) -> None:
+    assert overrides.over(then, now) == found
+    overrides.settings(None, overrides.over(then, now))  # nothing is said twice
 
 
 # ------------------------------------------------------------------------------------------ restart
