@@ -261,7 +261,7 @@ def switch(
 def run(
     *, target: TargetArg, given: dict[str, Any], engine: EngineOpt = None, force: ForceOpt = False,
     cards: Annotated[
-        str | None, typer.Option("--cards", metavar="UUIDS", help="Refuse a plan that is not on these cards.")
+        str | None, typer.Option("--cards", metavar="UUIDS", help="Refuse a plan that is not on just these cards.")
     ] = None,
 ) -> int:  # fmt: skip
     """Plan, check, then become llama-server in the foreground.

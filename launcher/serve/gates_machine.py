@@ -84,15 +84,21 @@ def _card_order(inventory: Inventory, around: Surroundings) -> Iterator[Gate]:
         )
 
 
-def _memlock(plan: Plan, around: Surroundings) -> Iterator[Gate]:
-    """Closed where `mlock` could not lock: the engine only warns in its log, and experts are swapped out all the same.
+def locked_bytes(plan: Plan) -> int | None:
+    """What the plan's load mode locks, None when it locks nothing.
 
     With mmap+mlock the engine locks whole files up to their last tensor, at least what is counted here.
     """
-    mode, limit = plan.settings.load_mode, around.memlock_bytes
-    if "mlock" not in mode.split("+") or limit is None:
+    if "mlock" not in plan.settings.load_mode.split("+"):
+        return None
+    return sum(plan.host.terms.get(term, 0) for term in _LOCKED)
+
+
+def _memlock(plan: Plan, around: Surroundings) -> Iterator[Gate]:
+    """Closed where `mlock` could not lock: the engine only warns in its log, and experts are swapped out anyway."""
+    mode, limit, needed = plan.settings.load_mode, around.memlock_bytes, locked_bytes(plan)
+    if needed is None or limit is None:
         return
-    needed = sum(plan.host.terms.get(term, 0) for term in _LOCKED)
     if needed <= limit:
         yield Gate(name="memlock", ok=True, detail=f"{mib(needed)} of {mib(limit)} MiB may be locked")
         return
@@ -105,8 +111,8 @@ def _memlock(plan: Plan, around: Surroundings) -> Iterator[Gate]:
         name="memlock-short",
         ok=False,
         detail=f"load mode {mode} locks {mib(needed)} MiB, RLIMIT_MEMLOCK lets this process lock {human(limit)}",
-        context="the engine would only warn, and run with memory that can be swapped out; for a service: "
-        "LimitMEMLOCK=infinity",
+        context="the engine would only warn, and run with memory that can be swapped out; what a service needs for it "
+        "is said by: launcher service install",
         fix=f"{fix}     # in this shell, then again; or --load-mode none",
     )
 

@@ -14,10 +14,11 @@ from pathlib import Path
 PREFIX = "llama-launcher-"
 _MARK = "# written by `launcher service install` for "
 # Three starts in two hours: a load takes ten minutes, and a fourth of the same would not end otherwise.
-_BURST, _INTERVAL = 3, "2h"
-# Exit codes of ours that another start does not change: usage, slug, model, plan. And a server that was killed for
-# want of memory loads for ten minutes to be killed again.
-_NO_RESTART = "2 3 4 6 SIGKILL"
+BURST, INTERVAL = 3, "2h"
+# Exit codes of refusals, docs/errors.md: usage, slug, model, devices and engine, plan, gates. Another start is refused
+# as well; waiting for cards that are late is ExecStartPre's, whose failure is none of these. And a server that was
+# killed for want of memory loads for ten minutes to be killed again.
+_NO_RESTART = "2 3 4 5 6 7 SIGKILL"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,8 +54,10 @@ def text(unit: Unit) -> str:
         "",
         "[Unit]",
         f"Description={_plain(unit.description)}",
-        f"StartLimitIntervalSec={_INTERVAL}",
-        f"StartLimitBurst={_BURST}",
+        "# starts by hand count too; once it is refused: "
+        f"{'sudo systemctl' if unit.system else 'systemctl --user'} reset-failed {unit_name(unit.target)}",
+        f"StartLimitIntervalSec={INTERVAL}",
+        f"StartLimitBurst={BURST}",
     ]
     if unit.system:
         head += ["Wants=network-online.target", "After=network-online.target nvidia-persistenced.service"]

@@ -74,8 +74,12 @@ def check(
     force: bool = False,
     gone: tuple[RunRecord, ...] = (),
     command: str = "launcher preflight",
+    own_memlock: bool = True,
 ) -> Checked:
-    """Plan as far as that goes, then every gate; a way out is shown as `command` with what must change."""
+    """Plan as far as that goes, then every gate; a way out is shown as `command` with what must change.
+
+    own_memlock  False: the server will have another limit of locked memory than this process (a service's unit)
+    """
     box, box_error = _box(target, given, engine)
     found, engine_error = (None, box_error) if box or box_error else _engine(target, engine)
     with as_gate():
@@ -105,7 +109,7 @@ def check(
         header=inputs.header if inputs else None,
         host=host,
         swap_bytes=0 if rig else None,
-        around=None if rig else _around(planned),
+        around=None if rig else _around(planned, own_memlock),
     )
     gates = _with_box(gates, planned)
     return Checked(target=target, gates=_ordered(gates, planned, command), planned=planned)
@@ -120,10 +124,11 @@ def _ordered(gates: tuple[Gate, ...], planned: Planned | None, command: str) -> 
     return tuple(sorted(found, key=lambda g: g.name == "status-needs-force"))
 
 
-def _around(planned: Planned | None) -> Surroundings:
+def _around(planned: Planned | None, own_memlock: bool) -> Surroundings:
     plan = planned.plan if planned else None
     files = [path for path in (plan.model.path, plan.drafter_path) if path] if plan else []
-    return read_surroundings(os.environ, files=files, state=state_dir())
+    found = read_surroundings(os.environ, files=files, state=state_dir())
+    return found if own_memlock else replace(found, memlock_bytes=None, memlock_most_bytes=None)
 
 
 _SHORT = frozenset({"host-ram-short", "device-short", "does-not-fit"})

@@ -17,8 +17,9 @@ from launcher.workflows import target as targets
 def run(text: str, given: Mapping[str, Any], *, engine: str | None, force: bool, cards: str | None = None) -> int:
     """Never comes back, except from a target with RPC servers to look after: then with the engine's exit code.
 
-    cards  UUIDs that the plan must be on, separated by commas: no start on the CPU because a driver is late
-    Raises UsageError, SlugInvalid, Refused (a gate; cards-missing), DeviceUnusable, EngineFailed.
+    cards  UUIDs that the plan must be on, and on no others, separated by commas: no start on the CPU because a driver
+           is late, none on a card that is kept for something else
+    Raises UsageError, SlugInvalid, Refused (a gate; cards-missing, cards-others), DeviceUnusable, EngineFailed.
     """
     with preflight.as_gate():
         target = targets.resolve(text)
@@ -37,12 +38,21 @@ def run(text: str, given: Mapping[str, Any], *, engine: str | None, force: bool,
 
 def _refuse_other_cards(cards: str | None, plan: Plan, text: str) -> None:
     wanted = [uuid.strip() for uuid in (cards or "").split(",") if uuid.strip()]
-    planned = {d.device.uuid for d in plan.devices}
+    planned = [d.device.uuid for d in plan.devices if d.device.uuid]
     missing = [uuid for uuid in wanted if uuid not in planned]
     if missing:
         raise Refused(
             "cards-missing",
             f"the plan is not on {len(missing)} of the {len(wanted)} cards that were named: {', '.join(missing)}",
-            context=f"it is on: {', '.join(sorted(u for u in planned if u)) or 'the CPU alone'}",
+            context=f"it is on: {', '.join(sorted(planned)) or 'the CPU alone'}",
             fix=f"nvidia-smi -L     # if they are gone for good: launcher service install {shlex.quote(text)}",
+        )
+    others = [uuid for uuid in planned if uuid not in wanted]
+    if wanted and others:
+        raise Refused(
+            "cards-others",
+            f"the plan is on {len(others)} of {len(planned)} cards that were not named: {', '.join(others)}",
+            context=f"named: {', '.join(wanted)}",
+            fix=f"--devices {','.join(wanted)}     # or a service for all of them: "
+            f"launcher service install {shlex.quote(text)}",
         )

@@ -20,9 +20,10 @@ from typing import Any
 from launcher.errors import DeviceUnusable, Refused, UsageError
 from launcher.facts import devices as device_facts
 from launcher.facts import paths
+from launcher.serve import gates_machine, state
 from launcher.serve import service as units
-from launcher.serve import state
 from launcher.structs import Service
+from launcher.units import human, mib
 from launcher.workflows import overrides, preflight
 from launcher.workflows import target as targets
 from launcher.workflows.plan import Planned
@@ -32,6 +33,8 @@ _POLL_S = 2.0
 _SAY_EVERY_S = 60.0
 # What `launcher run` reads of the environment and a service would not have. No secret is ever among them.
 _ENV = ("LAUNCHER_HOME", "LLAMA_SERVER", "HF_HOME", "SPEC_N", "XDG_CONFIG_HOME", "XDG_STATE_HOME", "XDG_CACHE_HOME")
+# Which cards an engine is shown; set and empty means none. GGML_VK_* and the like never reach an engine of ours.
+_ENV_CARDS = ("CUDA_VISIBLE_DEVICES", "GGML_CUDA_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 _ENV_LISTS = ("LD_LIBRARY_PATH", "PYTHONPATH")
 
 
@@ -42,7 +45,9 @@ def install(text: str, given: Mapping[str, Any], *, engine: str | None, force: b
     """
     target = targets.resolve(text)
     command = overrides.command("launcher service install", {"--force": force, "--engine": engine, "--system": system})
-    checked = preflight.check(target, given, engine=engine, force=force, gone=state.running(), command=command)
+    checked = preflight.check(
+        target, given, engine=engine, force=force, gone=state.running(), command=command, own_memlock=False
+    )
     preflight.refuse(checked)
     planned = checked.planned
     assert planned is not None  # without a plan a gate is closed
@@ -70,7 +75,12 @@ def install(text: str, given: Mapping[str, Any], *, engine: str | None, force: b
         )  # fmt: skip
     path = units.user_folder() / name
     _write(path, said, target.name)
-    commands = [f"systemctl --user daemon-reload && systemctl --user enable --now {name}"]
+    active = _active(name)
+    again = f"systemctl --user reset-failed {name} && " if active == "failed" else ""
+    commands = [f"systemctl --user daemon-reload && {again}systemctl --user enable --now {name}"]
+    if short := _memlock_note(planned):
+        notes.append(short)
+        commands.insert(0, _raise_memlock())
     if linger := _linger_command():
         notes.append("without lingering the service ends with your last login, and does not start at boot")
         commands.insert(0, linger)
@@ -78,7 +88,7 @@ def install(text: str, given: Mapping[str, Any], *, engine: str | None, force: b
         notes.append("it runs already, started by `switch`: both want the same port and memory")
         commands.insert(0, f"launcher stop {shlex.quote(target.name)}")
     return Service(
-        target=target.name, name=name, path=str(path), text=said, cards=cards, state=_active(name), notes=tuple(notes),
+        target=target.name, name=name, path=str(path), text=said, cards=cards, state=active, notes=tuple(notes),
         commands=tuple(commands),
     )  # fmt: skip
 
@@ -105,6 +115,8 @@ def uninstall(text: str) -> Service:
     except OSError as error:
         raise _unwritable(path, error) from error
     commands = ("systemctl --user daemon-reload",) if found.state is not None else ()
+    if found.state == "failed":  # systemd would keep it in its list
+        commands = (f"systemctl --user daemon-reload && systemctl --user reset-failed {found.name}",)
     return replace(found, state=None, notes=(), commands=commands)
 
 
@@ -170,6 +182,7 @@ def _cards(planned: Planned) -> tuple[str, ...]:
 
 def _environment(planned: Planned) -> dict[str, str]:
     env = {key: os.environ[key] for key in _ENV if os.environ.get(key)}
+    env |= {key: os.environ[key] for key in _ENV_CARDS if key in os.environ}
     env |= {key: value for key, value in os.environ.items() if key.startswith("OT_G") and value}
     if os.environ.get("MODEL_DIR"):
         env["MODEL_DIR"] = os.pathsep.join(map(str, paths.model_dirs()))
@@ -217,14 +230,26 @@ def _installed() -> tuple[Service, ...]:
             continue
         target = units.target_of(said)
         if target is not None:
-            notes = () if _linger_command() is None else ("without lingering it ends with your last login",)
-            found.append(
-                Service(
-                    target=target, name=path.name, path=str(path), text=said, cards=_cards_of(said),
-                    state=_active(path.name), notes=notes, commands=tuple(filter(None, (_linger_command(),))),
-                )
-            )  # fmt: skip
+            found.append(_shown(path, said, target))
     return tuple(found)
+
+
+def _shown(path: Path, said: str, target: str) -> Service:
+    notes, commands = [], []
+    if linger := _linger_command():
+        notes.append("without lingering it ends with your last login")
+        commands.append(linger)
+    active = _active(path.name)
+    if active == "failed":
+        notes.append(
+            f"it failed and is not started again; systemd refuses more than {units.BURST} starts in {units.INTERVAL}, "
+            f"those by hand too, until reset-failed. How it ended: journalctl --user -u {path.name}"
+        )
+        commands.append(f"systemctl --user reset-failed {path.name} && systemctl --user start {path.name}")
+    return Service(
+        target=target, name=path.name, path=str(path), text=said, cards=_cards_of(said), state=active,
+        notes=tuple(notes), commands=tuple(commands),
+    )  # fmt: skip
 
 
 def _one(text: str) -> Service:
@@ -255,17 +280,49 @@ def _cards_of(said: str) -> tuple[str, ...]:
 
 def _active(name: str) -> str | None:
     """What systemd says of a user's unit, None where none answers."""
+    return _systemctl("--user", "is-active", name)
+
+
+def _systemctl(*words: str) -> str | None:
+    """What systemctl prints, whatever its exit code; None where it is not there or says nothing."""
     program = shutil.which("systemctl")
     if program is None:
         return None
     try:
         done = subprocess.run(
-            [program, "--user", "is-active", name], capture_output=True, text=True, timeout=10, check=False,
-            stdin=subprocess.DEVNULL,
-        )  # fmt: skip
+            [program, *words], capture_output=True, text=True, timeout=10, check=False, stdin=subprocess.DEVNULL
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() or None
+
+
+def _memlock_note(planned: Planned) -> str:
+    """What keeps a user's unit from locking what the plan locks, empty when nothing does.
+
+    systemd.exec(5): a user's unit may raise no limit past the hard one of the user manager, whatever it says itself.
+    """
+    needed = gates_machine.locked_bytes(planned.plan)
+    if needed is None:
+        return ""
+    said = _systemctl("show", "--property=LimitMEMLOCK", "--value", f"user@{os.getuid()}.service")
+    limit = int(said) if said and said.isdecimal() else None
+    if said == "infinity" or (limit is not None and limit >= needed):
+        return ""
+    may = "is not known" if limit is None else f"is {human(limit)}"
+    return (
+        f"load mode {planned.plan.settings.load_mode} locks {mib(needed)} MiB; what your user manager may lock {may}, "
+        "and LimitMEMLOCK= of a user's unit goes no further: it would not start. The restart in the next line ends "
+        "every service of yours, a reboot does as well; a --system unit needs neither"
+    )
+
+
+def _raise_memlock() -> str:
+    folder = "/etc/systemd/system/user@.service.d"
+    return (
+        f"sudo mkdir -p {folder} && printf '[Service]\\nLimitMEMLOCK=infinity\\n' | sudo tee {folder}/memlock.conf "
+        f">/dev/null && sudo systemctl daemon-reload && sudo systemctl restart user@{os.getuid()}.service"
+    )
 
 
 def _linger_command() -> str | None:

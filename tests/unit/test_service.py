@@ -22,8 +22,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.errors import DeviceUnusable, Refused, UsageError
+from launcher.facts import surroundings
 from launcher.serve import service as units
-from launcher.workflows import service
+from launcher.workflows import preflight, run, service
+from tests.serve_builders import card, plan
 from tests.unit.test_cli import child, engine, model, ports, slug
 from tests.unit.test_devices import h200
 from tests.unit.test_learned import Machine
@@ -63,7 +65,7 @@ def test_the_unit_says_what_a_day_long_service_needs() -> None:
     said = dict(parser["Service"])
     assert (said["Type"], said["TimeoutStartSec"], said["LimitMEMLOCK"]) == ("exec", "infinity", "infinity")
     assert (said["Restart"], said["RestartSec"], said["KillMode"]) == ("on-failure", "30", "mixed")
-    assert said["RestartPreventExitStatus"].split() == ["2", "3", "4", "6", "SIGKILL"]
+    assert said["RestartPreventExitStatus"].split() == ["2", "3", "4", "5", "6", "7", "SIGKILL"]
     assert units.words_of(said["ExecStartPre"]) == UNIT.wait
     assert units.words_of(said["ExecStart"]) == UNIT.run
 
@@ -289,6 +291,110 @@ def test_no_secret_and_no_relative_path_is_written(tmp_path: Path, monkeypatch: 
     assert not {"HF_TOKEN", "LLAMA_API_KEY"} & env.keys()
     assert env["MODEL_DIR"] == f"{tmp_path}/here:/there"
     assert (env["PYTHONPATH"], env["OT_G0"]) == (str(tmp_path), "1,2")
+
+
+@pytest.mark.usefixtures("engine")
+def test_the_service_sees_the_cards_that_the_shell_saw(
+    launcher_home: Path, model: Path, ports: Callable[[], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slug(launcher_home, "my/one", model, port=ports())
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # no card at all; unset would be every card
+    monkeypatch.setenv("GGML_CUDA_DEVICES", "2")
+    monkeypatch.delenv("HIP_VISIBLE_DEVICES", raising=False)
+    done = child("service", "install", "--system", "one")
+    assert done.returncode == 0, done.stderr
+    said = units.read(done.stdout)["Service"]["Environment"]
+    env = dict(w.split("=", 1) for v in said for w in units.words_of(v, command=False))
+    assert (env["CUDA_VISIBLE_DEVICES"], env["GGML_CUDA_DEVICES"]) == ("", "2")
+    assert "HIP_VISIBLE_DEVICES" not in env
+
+
+def test_a_plan_on_a_card_that_was_not_named_is_refused() -> None:
+    both = plan(card("CUDA0"), card("CUDA1"))
+    run._refuse_other_cards("GPU-00000000,GPU-11111111", both, "my/one")
+    run._refuse_other_cards(None, both, "my/one")
+    with pytest.raises(Refused) as refused:
+        run._refuse_other_cards("GPU-11111111", both, "my/one")
+    assert refused.value.reference == "cards-others"
+    assert refused.value.message == "the plan is on 1 of 2 cards that were not named: GPU-00000000"
+    assert refused.value.fix.startswith("--devices GPU-11111111 ")
+
+
+# ------------------------------------------------------------------------------------------- systemd
+
+
+@pytest.fixture
+def systemctl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
+    """A systemctl that says what a unit's state is, and what the user manager may lock."""
+
+    def say(state: str, memlock: str) -> None:
+        path = tmp_path / "bin" / "systemctl"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(
+            f'#!/bin/sh\ncase "$*" in\n"--user is-active "*) echo {state}; exit 3;;\n'
+            f'"show --property=LimitMEMLOCK --value user@{os.getuid()}.service") echo {memlock};;\nesac\n'
+        )
+        path.chmod(0o755)
+
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    return say
+
+
+@pytest.mark.usefixtures("engine")
+@pytest.mark.parametrize(
+    ("memlock", "says"), [("65536", "may lock is 64.0 KiB"), ("", "may lock is not known"), ("infinity", None)]
+)
+def test_what_a_user_unit_may_lock_is_the_user_managers_not_this_shells(
+    launcher_home: Path, model: Path, ports: Callable[[], int], monkeypatch: pytest.MonkeyPatch,
+    systemctl: Callable[[str, str], None], memlock: str, says: str | None, tmp_path: Path,
+) -> None:  # fmt: skip
+    slug(launcher_home, "my/one", model, port=ports())
+    monkeypatch.setattr(surroundings, "memlock_limits", lambda _root: (65536, 65536))
+    systemctl("inactive", memlock)
+    asked = {"load_mode": "mlock", "devices": "none"}
+    found = service.install("one", asked, engine=None, force=False, system=False)
+    raises = [c for c in found.commands if "LimitMEMLOCK" in c]
+    assert [says in note for note in found.notes if "mlock" in note] == ([True] if says else [])
+    assert len(raises) == (says is not None)
+    if says:
+        # pasted into a shell, the line writes what systemd reads
+        said = raises[0].replace("/etc/systemd/system", str(tmp_path / "etc")).partition(" && sudo systemctl")[0]
+        subprocess.run(["sh", "-c", said.replace("sudo ", "")], check=True)
+        dropped = tmp_path / "etc" / "user@.service.d" / "memlock.conf"
+        assert units.read(dropped.read_text()) == {"Service": {"LimitMEMLOCK": ["infinity"]}}
+        assert found.commands.index(raises[0]) < len(found.commands) - 1, "before it is enabled"
+    wide = service.install("one", asked, engine=None, force=False, system=True)
+    assert not [note for note in wide.notes if "mlock" in note], "root's manager has no limit"
+    assert not service.install("one", {"devices": "none"}, engine=None, force=False, system=False).commands[:-2]
+    # what runs here has this shell's limit, and so would `run` in a unit that was held to it
+    refused = preflight.run("one", asked)
+    assert "memlock-short" in [g.name for g in refused.gates if not g.ok]
+
+
+@pytest.mark.usefixtures("engine")
+def test_one_that_systemd_starts_no_more_says_how_it_is_started_again(
+    launcher_home: Path, model: Path, ports: Callable[[], int], systemctl: Callable[[str, str], None]
+) -> None:
+    slug(launcher_home, "my/one", model, port=ports())
+    name = "llama-launcher-my-one.service"
+    systemctl("inactive", "infinity")
+    assert "reset-failed" not in " ".join(service.install("one", {}, engine=None, force=False, system=False).commands)
+    assert f"# starts by hand count too; once it is refused: systemctl --user reset-failed {name}" in (
+        service.show("one")[0].text
+    )
+    assert "reset-failed" not in " ".join(service.show("one")[0].commands)
+    systemctl("failed", "infinity")
+    shown = child("service", "show", "one").stdout
+    assert f"next     systemctl --user reset-failed {name} && systemctl --user start {name}" in shown
+    assert "more than 3 starts in 2h" in shown
+    again = service.install("one", {}, engine=None, force=False, system=False)
+    assert again.commands[-1] == (
+        f"systemctl --user daemon-reload && systemctl --user reset-failed {name} && "
+        f"systemctl --user enable --now {name}"
+    )
+    assert service.uninstall("one").commands == (
+        f"systemctl --user daemon-reload && systemctl --user reset-failed {name}",
+    )
 
 
 # --------------------------------------------------------------------------------------------- cards
