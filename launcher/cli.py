@@ -245,14 +245,20 @@ app.command("pull", hidden=True)(setup)
 @with_overrides
 def switch(
     *, target: BackTargetArg, given: dict[str, Any], engine: EngineOpt = None, force: ForceOpt = False,
-    yes: YesOpt = False, as_json: JsonOpt = False,
+    yes: YesOpt = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="READY with the first answer: no deep prompt proves its depth.")
+    ] = False,
+    as_json: JsonOpt = False,
 ) -> int:  # fmt: skip
-    """Plan, check, then stop what runs, start, wait, compare."""
+    """Plan, check, stop what runs, start, compare, prove."""
     from launcher.render import switch as screen
     from launcher.workflows import switch as workflow
 
     with screen.Progress(as_json=as_json) as progress:
-        result = workflow.run(target, given, engine=engine, force=force, yes=yes, progress=progress)
+        result = workflow.run(
+            target, given, engine=engine, force=force, yes=yes, quick=quick, progress=progress
+        )  # fmt: skip
     return screen.show(result.record, result.planned.plan, result.planned.launch, result.audit, as_json=as_json)
 
 

@@ -34,6 +34,17 @@ FAILURES = {
         "CUDA error: out of memory\n"
     ),
     "arg": "error: invalid argument: --no-mmap\n",
+    # As ggml-cuda.cu says it (b11434: ggml_cuda_error): of its pool that grows with depth, of a handle it makes late.
+    "pool": (
+        "CUDA error: out of memory\n"
+        "  current device: 1, in function alloc at /src/ggml/src/ggml-cuda/ggml-cuda.cu:550\n"
+        "  cuMemCreate(&handle, reserve_size, &prop, 0)\n/src/ggml/src/ggml-cuda/ggml-cuda.cu:103: CUDA error\n"
+    ),
+    "cublas": (
+        "CUDA error: the resource allocation failed\n"
+        "  current device: 0, in function cublas_handle at /src/ggml/src/ggml-cuda/common.cuh:1379\n"
+        "  cublasCreate_v2(&cublas_handles[device])\n/src/ggml/src/ggml-cuda/ggml-cuda.cu:103: CUDA error\n"
+    ),
     "disguise": "E layer 0 is assigned to device CPU but fused Gated Delta Net tensors are on CUDA1\n",
 }
 
@@ -51,14 +62,15 @@ def options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--shrink", type=int, metavar="MIB", help="hold so much, give it back on SIGTERM, end 1.5 s later"
     )
-    parser.add_argument("--fail", choices=sorted(FAILURES), help="print what the real one prints, exit 1")
+    parser.add_argument("--fail", choices=sorted(FAILURES), help="print what the real one prints, exit 1 (or --die-at)")
     parser.add_argument("--exit-after", type=float, help="exit that many seconds after the start")
     parser.add_argument("--exit-code", type=int, default=0, help="with --exit-after")
     parser.add_argument("--die-by", help="with --exit-after: kill itself with this signal instead")
     parser.add_argument("--wrong-alias", action="store_true")
     parser.add_argument("--no-answer", choices=["error", "empty", "never", "garbage"])
     parser.add_argument("--thinks", action="store_true", help="the answer comes as reasoning_content")
-    parser.add_argument("--read", type=int, default=2048, help="tokens of every prompt that /completion gets")
+    parser.add_argument("--read", type=int, help="tokens of every prompt that /completion gets; else its own, or 2048")
+    parser.add_argument("--deaf", action="store_true", help="/completion says to have read one token less")
     parser.add_argument("--batch-s", type=float, default=0.05)
     parser.add_argument("--wedge-at", type=int, help="stand still for ever once so many are read, the slot busy")
     parser.add_argument("--mute", action="store_true", help="no GET but /health is answered while a prompt is read")
@@ -87,20 +99,22 @@ class Slot:
         at = f"{minutes}.{rest // 1_000_000:02}.{rest // 1000 % 1000:03}.{rest % 1000:03}"
         say(f"{at} I slot {function:>12}: id  0 | task {self.task} | {text}")
 
-    def take(self, opts: argparse.Namespace) -> None:
+    def take(self, opts: argparse.Namespace, n_tokens: int) -> None:
         self.busy, self.read, self.written = True, 0, 0
         self.task += 2
         self.line("launch_slot_", "processing task, is_child = 0")
-        self.line("operator()", f"new prompt, n_ctx_slot = 65536, n_keep = 0, task.n_tokens = {opts.read}")
-        while self.read < opts.read:
+        self.line("operator()", f"new prompt, n_ctx_slot = 65536, n_keep = 0, task.n_tokens = {n_tokens}")
+        while self.read < n_tokens:
             time.sleep(opts.batch_s)
-            self.step(min(512, opts.read - self.read))
+            self.step(min(512, n_tokens - self.read))
             self.line(
                 "print_timing",
-                f"prompt processing, n_tokens = {self.read:>6}, progress = {self.read / opts.read:.2f}, "
+                f"prompt processing, n_tokens = {self.read:>6}, progress = {self.read / n_tokens:.2f}, "
                 f"t = {opts.batch_s * self.steps:>6.2f} s / {512 / max(opts.batch_s, 1e-3):.2f} tokens per second",
             )
             if opts.die_at is not None and self.read >= opts.die_at:
+                sys.stderr.write(FAILURES.get(opts.fail, ""))
+                sys.stderr.flush()
                 leave(opts)
             if opts.wedge_at is not None and self.read >= opts.wedge_at:
                 time.sleep(3600)
@@ -175,8 +189,10 @@ class Handler(BaseHTTPRequestHandler):
         if self.loading():
             return
         if self.path == "/completion":
-            self.slot.take(self.opts)
-            self.reply(200, {"content": "hi", "tokens_evaluated": self.opts.read})
+            said = body.get("prompt")
+            n_tokens = self.opts.read or (len(said) if isinstance(said, list) else 2048)
+            self.slot.take(self.opts, n_tokens)
+            self.reply(200, {"content": "hi", "tokens_evaluated": n_tokens - self.opts.deaf})
             return
         if self.opts.no_answer == "never":
             time.sleep(3600)
@@ -237,14 +253,14 @@ def main() -> int:
         os._exit(0)
     if opts.exit_after is not None:
         threading.Timer(opts.exit_after, leave, [opts]).start()
-    if opts.fail == "arg":
+    if opts.fail == "arg" and opts.die_at is None:
         sys.stderr.write(FAILURES["arg"])
         return 1
     Handler.opts, Handler.slot = opts, Slot()
     Handler.ready_at = time.monotonic() + opts.load_s
     server = Server((opts.host, opts.port), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    if opts.fail:
+    if opts.fail and opts.die_at is None:
         time.sleep(opts.load_s)
         sys.stderr.write(FAILURES[opts.fail])
         return 1

@@ -46,7 +46,10 @@ _WORDS = (
 )
 B11434 = frozenset(_WORDS.split())
 # Behaviour of tests/fake_server.py: an engine that plays it must name them in its --help too.
-FAKE_FLAGS = frozenset({"--fail", "--hang", "--load-s", "--no-answer", "--thinks", "--exit-after", "--print-env"})
+FAKE_FLAGS = frozenset({
+    "--fail", "--hang", "--load-s", "--no-answer", "--thinks", "--exit-after", "--print-env", "--die-at", "--exit-code",
+    "--die-by", "--deaf",
+})  # fmt: skip
 
 
 def card(name: str = "CUDA0", **changes: Any) -> Device:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from launcher.render import document, out
 from launcher.render.activity import activity_lines, request_line
-from launcher.render.switch import card_line
+from launcher.render.switch import card_line, depth
 from launcher.structs import Activity, Audit, RunEnd, RunRecord, Sample, Source
 from launcher.units import MIB, human, mib
 
@@ -50,6 +50,8 @@ def screen(servers: Sequence[Mapping[str, Any]]) -> Iterator[Text | str]:
         if record.restarts:
             at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.restarted_at or record.started_at))
             yield f"  started again by its keeper, {record.restarts} in all, last at {at} (launcher history)"
+        if record.state != "starting" or record.proven_tokens is not None:
+            yield f"  {depth(record)}"
         if doing is not None:
             yield from activity_lines(doing, record)
         if record.audit is not None:

@@ -186,14 +186,24 @@ def show_attached(
     return 0
 
 
+def depth(record: RunRecord) -> str:
+    """How deep a prompt this launch is known to survive; with the day where an earlier start of the same showed it."""
+    if record.proven_tokens is None:
+        return "unverified depth: no deep prompt was tried before READY"
+    earlier = record.proven_at is not None and record.proven_at < record.started_at
+    day = time.strftime(" %Y-%m-%d", time.localtime(record.proven_at)) if earlier else ""
+    return f"depth proven{day} to {record.proven_tokens:,} tokens"
+
+
 def ready(record: RunRecord, n_ctx: int | None, n_parallel: int | None) -> Iterator[Text | str]:
-    """READY, the URL, and a line that can be pasted. n_ctx is of one stream."""
+    """READY, the URL, its proven depth, and a line that can be pasted. n_ctx is of one stream."""
     url = document.url(record.host, record.port)
     took = out.duration((record.ready_at or record.started_at) - (record.restarted_at or record.started_at))
     tokens = "" if n_ctx is None else f"{n_ctx:,} tokens"
     streams = "" if n_parallel is None else f"{n_parallel} stream{'s' if n_parallel > 1 else ''}"
     size = ", ".join(filter(None, (tokens, streams)))
     yield out.line((f"{'READY':<{_LABEL}}", "ok"), f"{url}  model {record.alias}  {size}     {took}")
+    yield f"{'':<{_LABEL}}{depth(record)}"
     body = f'{{"model": "{record.alias}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
     yield f"{'':<{_LABEL}}curl {url}/chat/completions -H 'Content-Type: application/json' -d '{body}'"
     yield f"{'':<{_LABEL}}launcher status | logs -f | stop {shlex.quote(record.slug)}"

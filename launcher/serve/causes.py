@@ -68,8 +68,17 @@ _TABLE: tuple[tuple[str, str, str, str], ...] = (
         "launcher plan {target} --margin 2GiB",
     ),
     (
+        # The pool that grows with depth (cuMemCreate) and a cuBLAS handle that is made with the first large batch are
+        # in no buffer line; both name the device one line below (ggml-cuda.cu: ggml_cuda_error, b11434).
         "device-memory",
-        r"(?:CUDA|HIP|MUSA) error: out of memory|CUDA_ERROR_OUT_OF_MEMORY|ErrorOutOfDeviceMemory",
+        r"(?:CUDA|HIP|MUSA) error: (?:out of memory|the resource allocation failed)[^\n]*\n[^\n]*current device: (\d+)",
+        "out of memory on CUDA{1}",
+        "launcher plan {target} --reserve CUDA{1}=1GiB",
+    ),
+    (
+        "device-memory",
+        r"(?:CUDA|HIP|MUSA) error: (?:out of memory|the resource allocation failed)|CUBLAS_STATUS_ALLOC_FAILED"
+        r"|CUDA_ERROR_OUT_OF_MEMORY|ErrorOutOfDeviceMemory",
         "out of memory on a card",
         "launcher plan {target} --margin 2GiB",
     ),

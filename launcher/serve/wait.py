@@ -1,6 +1,7 @@
 """Wait for a started server by its progress, not by a clock, and read why it failed.
 
-Ready means all of: /health 200, our process owns the port, /v1/models says our alias, one real answer.
+It answers when all of this holds: /health 200, our process owns the port, /v1/models says our alias, one real answer.
+Ready is the caller's word: `switch` says it after a deep prompt (`prove`), `wait_ready` at once.
 There is no time-out while it makes progress (memory, bytes read, processor time, log): big models take ten minutes.
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,8 +19,8 @@ import psutil
 
 from launcher.errors import EngineFailed
 from launcher.serve import native, ports, server, state
-from launcher.serve.causes import known_cause
-from launcher.structs import Plan, RunRecord
+from launcher.serve.causes import Cause, known_cause
+from launcher.structs import Plan, RunEnd, RunRecord
 from launcher.units import MIB
 
 # (stage, bytes loaded, bytes in all or None, seconds since the start)
@@ -57,7 +58,28 @@ def wait_ready(
     stall_s: float = 120.0,
     tick_s: float = 0.25,
 ) -> RunRecord:
-    """Wait until the server of this record answers; returns the record, marked ready.
+    """`wait_answer`, and the record marked ready."""
+    wait_answer(
+        record, plan=plan, total_bytes=total_bytes, on_progress=on_progress, stall_s=stall_s, tick_s=tick_s
+    )  # fmt: skip
+    return mark_ready(record)
+
+
+def mark_ready(record: RunRecord) -> RunRecord:
+    """The record as it is stored, with the word that it may be used."""
+    return state.update(record, state="ready", ready_at=time.time())
+
+
+def wait_answer(
+    record: RunRecord,
+    *,
+    plan: Plan | None = None,
+    total_bytes: int | None = None,
+    on_progress: Progress | None = None,
+    stall_s: float = 120.0,
+    tick_s: float = 0.25,
+) -> None:
+    """Wait until the server of this record answers; its record still says that it is starting.
 
     total_bytes  what there is to load, for the progress; default: the plan's model file
     stall_s      give up after this long without any sign of progress
@@ -78,7 +100,36 @@ def wait_ready(
         watch.unless_gone(_check_alias, record, client)
         watch.answer()
         watch.unless_gone(_check_port, record)  # whoever came meanwhile may be the one that answered
-    return state.update(record, state="ready", ready_at=time.time())
+
+
+def prove(
+    record: RunRecord,
+    prompt: Sequence[int],
+    *,
+    plan: Plan | None = None,
+    on_progress: Progress | None = None,
+    stall_s: float = 120.0,
+    tick_s: float = 0.25,
+) -> None:
+    """One deep prompt of token ids, read from the first to the last: a server that boots can still die in it.
+
+    Watched like the load, so it may take as long as it moves. Memory that grows with depth (the pool of a CUDA process)
+    is asked for here and not at boot.
+
+    Raises EngineFailed: engine-exited, engine-stalled, engine-no-answer. The server is left to the caller.
+    """
+    n = len(prompt)
+    watch = _Watch(record, plan, None, on_progress, stall_s, tick_s)
+    reply = watch.reply(
+        f"proving {n:,} tokens",
+        f"its first prompt of {n:,} tokens failed",
+        lambda client: client.complete(
+            prompt, n_predict=_ANSWER_TOKENS, cache_prompt=False, ignore_eos=True, temperature=0.0
+        ),
+    )
+    read = reply.get("tokens_evaluated")
+    if not isinstance(read, int) or read < n:
+        raise watch.no_answer(f"of its first prompt of {n:,} tokens it says to have read {read}")
 
 
 class _Watch:
@@ -129,31 +180,44 @@ class _Watch:
             raise
 
     def answer(self) -> None:
-        """One short completion, watched like the load: the first one may have to fault in a whole model."""
+        """One short completion."""
+        messages = [{"role": "user", "content": "Say hi."}]
+        reply = self.reply(
+            "answering",
+            "the first question failed",
+            lambda client: client.chat(messages, max_tokens=_ANSWER_TOKENS, temperature=0.0, cache_prompt=False),
+        )
+        if not server.said_something(reply):
+            raise self.no_answer("the first question got an empty answer")
+
+    def reply(
+        self, stage: str, failed: str, question: Callable[[server.Client], dict[str, object]]
+    ) -> dict[str, object]:
+        """What one question gets, watched like the load: the first one may have to fault in a whole model."""
         box: list[dict[str, object] | httpx.HTTPError | ValueError | TypeError] = []
 
         def ask() -> None:
             with server.client_of(self.record, timeout_s=None) as client:
                 try:
-                    messages = [{"role": "user", "content": "Say hi."}]
-                    box.append(client.chat(messages, max_tokens=_ANSWER_TOKENS, temperature=0.0, cache_prompt=False))
+                    box.append(question(client))
                 except (httpx.HTTPError, ValueError, TypeError) as error:
                     box.append(error)
 
         asking = threading.Thread(target=ask, daemon=True)
         asking.start()
-        for _ in self.ticks("answering"):
+        for _ in self.ticks(stage):
             asking.join(self.tick_s)
             if not asking.is_alive():
                 break
         reply = box[0] if box else httpx.HTTPError("no reply")
         if isinstance(reply, Exception):
-            if not native.up(self.record):
-                raise exited(self.record, self.stage, self.plan)
+            for _ in range(20):  # a process that dies in a request lets go of it before it is gone
+                if not native.up(self.record):
+                    raise exited(self.record, self.stage, self.plan)
+                time.sleep(0.05)
             body = reply.response.text[:300] if isinstance(reply, httpx.HTTPStatusError) else str(reply)
-            raise self._no_answer(f"the first question failed: {body}")
-        if not server.said_something(reply):
-            raise self._no_answer("the first question got an empty answer")
+            raise self.no_answer(f"{failed}: {body}")
+        return reply
 
     def _signs(self) -> Signs:
         found = state.proc(self.record.server)
@@ -183,7 +247,8 @@ class _Watch:
             fix=f"launcher logs, then launcher stop {self.record.slug}",
         )
 
-    def _no_answer(self, what: str) -> EngineFailed:
+    def no_answer(self, what: str) -> EngineFailed:
+        """The error for a server that is up and does not do its work."""
         cause = known_cause(native.tail(self.record.log_path, 200), None, None, self.plan)
         return EngineFailed(
             "engine-no-answer",
@@ -195,25 +260,34 @@ class _Watch:
 
 def exited(record: RunRecord, stage: str, plan: Plan | None = None) -> EngineFailed:
     """The error for a server that ended: how, in which stage, its last 30 log lines and the cause when known."""
-    end = None
-    for _ in range(40):  # its keeper writes the end a moment after it
-        end = state.end_of(record)
-        if end is not None or not native.alive(record.keeper):
-            break
-        time.sleep(0.05)
-    end = end or state.end_of(record)
+    end, cause = _end(record), cause_of(record, plan)
     how = "nobody saw how" if end is None else end.signal or f"exit code {end.exit_code}"
     if end is not None and end.reason == "stopped":
-        how, cause = f"stopped by somebody, {how}; the log says by whom", None
-    else:
-        code, name = (end.exit_code, end.signal) if end else (None, None)
-        cause = known_cause(native.tail(record.log_path, 200), code, name, plan)
+        how = f"stopped by somebody, {how}; the log says by whom"
     return EngineFailed(
         "engine-exited",
         f"llama-server ended while {stage} ({how})" + (f": {cause.text}" if cause else ""),
         context=f"last lines of {record.log_path}:\n{native.tail(record.log_path)}",
         fix=cause.fix if cause else f"launcher logs -n 200, then launcher plan {record.slug}",
     )
+
+
+def cause_of(record: RunRecord, plan: Plan | None = None) -> Cause | None:
+    """What its log and its end say of why it failed, also while it still runs; None when they say nothing known."""
+    end = None if native.live(record) else _end(record)
+    if end is not None and end.reason == "stopped":
+        return None
+    code, name = (end.exit_code, end.signal) if end else (None, None)
+    return known_cause(native.tail(record.log_path, 200), code, name, plan)
+
+
+def _end(record: RunRecord) -> RunEnd | None:
+    for _ in range(40):  # its keeper writes the end a moment after it
+        end = state.end_of(record)
+        if end is not None or not native.alive(record.keeper):
+            break
+        time.sleep(0.05)
+    return end or state.end_of(record)
 
 
 def _check_port(record: RunRecord) -> None:

@@ -92,6 +92,8 @@ class RunRecord:
     asked         options, force and engine as a person gave them: what `switch -` asks for again
     restarts      how often its keeper started the server again
     container     of a server in a container: client, name and folder of what was started, see serve/container
+    proven_tokens a prompt of so many tokens was survived by this launch, at proven_at (seconds since 1970; before
+                  started_at when an earlier start of the same showed it); None: its depth is unverified
     """
 
     slug: str
@@ -113,6 +115,8 @@ class RunRecord:
     restarts: int = 0
     restarted_at: float | None = None
     container: Mapping[str, Any] = field(default_factory=dict)
+    proven_tokens: int | None = None
+    proven_at: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

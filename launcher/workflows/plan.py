@@ -17,7 +17,7 @@ from launcher.errors import DeviceUnusable, DoesNotFit
 from launcher.facts import dry_run as dry
 from launcher.facts import dry_run_cache, gguf_header
 from launcher.facts import engine as engine_facts
-from launcher.measure import learned, verify
+from launcher.measure import learned, proven, verify
 from launcher.planner import rules
 from launcher.serve import argv, numa, ports, preflight, state
 from launcher.structs import (
@@ -80,6 +80,20 @@ class Planned:
     def inventory(self) -> Inventory:
         """What was planned with."""
         return self.inputs.inventory
+
+    def key(self, driver: str = "") -> str | None:
+        """The name of this launch where something about it is remembered; None without an engine."""
+        engine, slug = self.inventory.engine, self.inputs.target.slug
+        if engine is None:
+            return None
+        headers = (self.inputs.header, self.inputs.drafter if self.plan.drafter_path else None)
+        return proven.key(
+            self.plan,
+            engine=engine.digest,
+            driver=driver,
+            digests=[h.digest for h in headers if h is not None],
+            extra=slug.extra_args if slug else (),
+        )
 
     @property
     def drafter_bytes(self) -> int | None:

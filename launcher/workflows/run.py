@@ -10,7 +10,7 @@ from typing import Any
 from launcher.errors import Refused
 from launcher.serve import boxed, native
 from launcher.structs import Plan
-from launcher.workflows import overrides, preflight, switch
+from launcher.workflows import overrides, preflight, start
 from launcher.workflows import target as targets
 
 
@@ -33,7 +33,7 @@ def run(text: str, given: Mapping[str, Any], *, engine: str | None, force: bool,
     for warning in planned.plan.warnings:
         print(f"note: {warning}", file=sys.stderr)
     print(f"{target.name}: http://{launch.host}:{launch.port}/v1 as {launch.alias}", file=sys.stderr)
-    return native.exec_foreground(boxed.foreground(launch), rpc=switch.rpc_spawn(planned))
+    return native.exec_foreground(boxed.foreground(launch), rpc=start.rpc_spawn(planned))
 
 
 def _refuse_other_cards(cards: str | None, plan: Plan, text: str) -> None:

@@ -1,4 +1,4 @@
-"""Plan and check for the state after servers of ours are gone; only then stop them, start, wait, compare.
+"""Plan and check for the state after servers of ours are gone; only then stop them, start, wait, compare, prove.
 
 Nothing that works is touched before every gate is open. Whatever ends this command before READY ends what it started.
 """
@@ -9,22 +9,18 @@ import contextlib
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
-from launcher.errors import DeviceUnusable, LauncherError, Refused
+from launcher.errors import LauncherError, Refused
 from launcher.facts import devices as device_facts
-from launcher.facts import load_log, nvml
-from launcher.measure import learned, verify
-from launcher.serve import alive, native, state, wait
-from launcher.serve.rpc import RpcSpawn
-from launcher.structs import Audit, Engine, Gate, Plan, RunRecord
+from launcher.serve import alive, native, state
+from launcher.structs import Gate, Plan, RunRecord
 from launcher.units import MIB
-from launcher.workflows import back, overrides, plan, preflight
+from launcher.workflows import back, overrides, plan, preflight, start
 from launcher.workflows import target as targets
 from launcher.workflows.plan import Planned
+from launcher.workflows.start import Switched
 from launcher.workflows.target import Target
 
 LOCK = "engine"
@@ -33,7 +29,7 @@ _SETTLE_S = 60.0
 _SETTLED_BYTES = 200 * MIB
 
 
-class Progress(Protocol):
+class Progress(start.Progress, Protocol):
     """Where `switch` says what it does; `render` draws it."""
 
     def back(self, slug: str, options: tuple[str, ...]) -> None:
@@ -60,24 +56,16 @@ class Progress(Protocol):
     def replanned(self, plan: Plan, same: bool) -> None:
         """Planned once more with what is free now; whether the placement is the same."""
 
-    def loading(self, stage: str, done: int, total: int | None, seconds: float) -> None:
-        """How far the load is; called a few times a second."""
-
-    def audited(self, audit: Audit | None) -> None:
-        """Planned against real bytes; None when the load log could not be read."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Switched:
-    """The server that runs now, the plan that it runs, and what its load log says of it."""
-
-    record: RunRecord
-    planned: Planned
-    audit: Audit | None
-
 
 def run(
-    text: str, given: Mapping[str, Any], *, engine: str | None, force: bool, yes: bool, progress: Progress
+    text: str,
+    given: Mapping[str, Any],
+    *,
+    engine: str | None,
+    force: bool,
+    yes: bool,
+    quick: bool,
+    progress: Progress,
 ) -> Switched:
     """`switch`; `-` is what ran before, as it was asked for then, options given now on top.
 
@@ -104,7 +92,7 @@ def run(
                 if record.slug == target.name:
                     native.stop(record)  # what a killed keeper left behind
             asked = {"given": dict(given), "force": force, "engine": engine}
-            return _start(target, planned, progress, asked, alone=not running)
+            return start.start(target, planned, progress, asked, alone=not running, quick=quick)
 
 
 @contextlib.contextmanager
@@ -187,43 +175,6 @@ def _settle(planned: Plan) -> None:
         time.sleep(0.5)
 
 
-def _start(target: Target, planned: Planned, progress: Progress, asked: Mapping[str, Any], *, alone: bool) -> Switched:
-    """Start, wait, compare. alone: nothing of ours was stopped for it, whose memory might still be coming back."""
-    before = _free_bytes(planned.plan)
-    restarts = target.slug.restarts if target.slug else 0
-    record = native.start(planned.launch, target.name, rpc=rpc_spawn(planned), restarts=restarts, asked=asked)
-    ready = False
-    try:
-        record = wait.wait_ready(record, plan=planned.plan, on_progress=progress.loading)
-        ready = True
-    finally:
-        if not ready:
-            native.stop(record)
-    audit = audited(planned.plan, record, before)
-    if audit is not None:
-        record = replace(record, audit=audit)
-        # The server is up: that a disk is full is no reason to call this a failure.
-        with contextlib.suppress(Refused):
-            record = state.update(record, audit=audit)
-            _learn(planned.plan, planned.inventory.engine, audit, alone=alone)
-    progress.audited(audit)
-    return Switched(record=record, planned=planned, audit=audit)
-
-
-def _free_bytes(planned: Plan) -> dict[str, int]:
-    """UUID -> what is free on every card now; empty, and no driver asked, when the plan uses none."""
-    if not any(d.device.uuid for d in planned.devices):
-        return {}
-    cards = device_facts.nvml_cards()
-    return {card.uuid: card.free_bytes for card in cards if card.uuid and card.free_bytes is not None}
-
-
-def _learn(planned: Plan, engine: Engine | None, audit: Audit, *, alone: bool) -> None:
-    if engine is not None:
-        driver = nvml.driver_version() if audit.cards else ""
-        learned.learn(planned, audit, engine.digest, driver, card_deltas=alone)
-
-
 @contextlib.contextmanager
 def _terminated_as_interrupted() -> Iterator[None]:
     """A SIGTERM ends like Ctrl-C, cleaning up. A lost terminal (SIGHUP) does not: the load goes on under its keeper."""
@@ -236,41 +187,6 @@ def _terminated_as_interrupted() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def rpc_spawn(planned: Planned) -> RpcSpawn | None:
-    """The RPC servers to start with the engine, None when the target wants none.
-
-    Raises DeviceUnusable (rpc-server-missing).
-    """
-    slug, engine = planned.inputs.target.slug, planned.inventory.engine
-    if slug is None or slug.rpc is None or not slug.rpc.spawn:
-        return None
-    used = {d.device.endpoint for d in planned.plan.devices}
-    hosts = tuple(h for h in slug.rpc.hosts if h in used)
-    if not hosts:
-        return None
-    if engine is None or engine.rpc_server is None:
-        raise DeviceUnusable(
-            "rpc-server-missing",
-            f"{slug.name} starts RPC servers, and no ggml-rpc-server lies beside {engine.path if engine else 'it'}",
-            fix="launcher engine install",
-        )
-    return RpcSpawn(hosts=hosts, server_path=engine.rpc_server, threads=planned.plan.settings.threads or 1)
-
-
-def audited(planned: Plan, record: RunRecord, before: Mapping[str, int] | None = None) -> Audit | None:
-    """Load log and driver beside the plan; None when the log does not show a whole load.
-
-    before  free bytes by UUID before the start
-    """
-    log = load_log.parse_load_log(Path(record.log_path).read_text(encoding="utf-8", errors="replace"))
-    if not log.model_bytes:
-        return None
-    devices = tuple(d.device for d in planned.devices if d.device.uuid)
-    pids = frozenset({record.server.pid} if record.server else ())
-    seen = verify.held(devices, device_facts.nvml_cards(), before or {}, pids) if devices else {}
-    return verify.audit(planned, log, seen)
 
 
 def requests_in_flight(record: RunRecord) -> int | None:

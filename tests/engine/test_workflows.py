@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -111,6 +112,8 @@ def test_switch_on_two_loopback_devices_answers_as_planned(models_here: Path, la
     answer = httpx.post(f"{doc['server']['url']}/chat/completions", json=question, timeout=60, trust_env=False)
     assert answer.json()["usage"]["completion_tokens"] > 0
     record = state.running()[0]
+    assert record.proven_tokens == 2048 * 9 // 10
+    assert f"n_tokens = {record.proven_tokens}" in Path(record.log_path).read_text()
     assert len(record.rpc_servers) == 2
     assert child("status", "--check").returncode == 0
     (running,) = json.loads(child("status", "--json").stdout)["servers"]
@@ -150,6 +153,26 @@ def test_switching_to_another_slug_plans_with_what_the_first_gives_back(models_h
     assert "the plan still holds" in done.stdout
     assert [r.slug for r in state.running()] == ["t/b"]
     assert not native.alive(before.server)
+
+
+@pytest.mark.usefixtures("cleaned")
+def test_a_second_start_of_the_same_is_not_proven_again(models_here: Path, launcher_home: Path) -> None:
+    path = launcher_home / "config" / "slugs" / "t" / "deep.yaml"
+    path.parent.mkdir(parents=True)
+    path.write_text(
+        f"schema: 1\nstatus: production\ntitle: t\nmodel: {{file: {models_here.name}}}\n"
+        f"serve: {{port: {free_port()}, alias: tiny, n_ctx: 512, cache_ram: 0, checkpoints: 1}}\n"
+    )
+    first = child("switch", "t/deep")
+    assert first.returncode == 0, first.stderr
+    assert "proving 460 tokens" in first.stdout
+    assert "depth proven to 460 tokens" in first.stdout
+    assert child("stop").returncode == 0
+    again = child("switch", "t/deep")
+    assert again.returncode == 0, again.stderr
+    assert "proving" not in again.stdout
+    assert re.search(r"depth proven \d{4}-\d\d-\d\d to 460 tokens", again.stdout)
+    assert "n_tokens = 460" not in Path(state.running()[0].log_path).read_text()
 
 
 def test_a_drafter_that_the_engine_cannot_measure_is_said_in_plain_words(

@@ -25,6 +25,7 @@ from typer.testing import CliRunner
 import launcher
 from launcher import cli, options
 from launcher.errors import DoesNotFit
+from launcher.measure import proven
 from launcher.serve import native, state
 from tests.builders import T, array, write_gguf, write_shards
 from tests.serve_builders import B11434, FAKE_FLAGS
@@ -543,7 +544,7 @@ def test_switch_serves_says_so_and_stop_ends_it(launcher_home: Path, model: Path
     assert isinstance(found, list)
     assert found[0]["state"] == "ready"
     assert run.invoke(cli.app, ["status", "--check"]).exit_code == 0
-    assert "listening" in run.invoke(cli.app, ["logs", "-n", "5"]).stdout
+    assert "listening" in run.invoke(cli.app, ["logs", "-n", "20"]).stdout
     stopped = document("stop", "one")["stopped"]
     assert isinstance(stopped, list)
     assert stopped[0]["slug"] == "my/one"
@@ -553,6 +554,44 @@ def test_switch_serves_says_so_and_stop_ends_it(launcher_home: Path, model: Path
     assert ended[0]["reason"] == "stopped"
     assert run.invoke(cli.app, ["stop", "one"]).exit_code == 0
     assert "listening" in run.invoke(cli.app, ["logs", "one"]).stdout
+
+
+@pytest.mark.usefixtures("engine")
+def test_ready_is_proven_once_and_quick_goes_without(
+    launcher_home: Path, model: Path, ports: Callable[[], int]
+) -> None:
+    slug(launcher_home, "my/one", model, port=ports())
+    n_tokens = 1024 * 9 // 10
+    quick = child("switch", "one", "--quick")
+    assert quick.returncode == 0, quick.stderr
+    assert "proving" not in quick.stdout
+    assert "unverified depth" in quick.stdout
+    assert "unverified depth" in run.invoke(cli.app, ["status"]).stdout
+    first = child("switch", "one", "--yes")
+    assert first.returncode == 0, first.stderr
+    assert f"proving {n_tokens} tokens" in first.stdout
+    assert f"depth proven to {n_tokens} tokens" in first.stdout
+    assert state.running()[0].proven_tokens == n_tokens
+    again = child("switch", "one", "--yes")
+    assert "proving" not in again.stdout
+    assert re.search(rf"depth proven \d{{4}}-\d\d-\d\d to {n_tokens} tokens", again.stdout)
+    assert "depth proven " in run.invoke(cli.app, ["status"]).stdout
+    other = child("switch", "one", "--yes", "--ctx", "512")
+    assert f"proving {512 * 9 // 10} tokens" in other.stdout
+
+
+@pytest.mark.usefixtures("engine")
+def test_an_end_in_the_first_deep_prompt_is_no_ready(
+    launcher_home: Path, model: Path, ports: Callable[[], int]
+) -> None:
+    slug(launcher_home, "my/deep", model, port=ports(), extra="--die-at, '512', --exit-code, '1'")
+    done = child("switch", "deep")
+    assert done.returncode == 8, done.stdout
+    assert done.stderr.startswith("error[engine-exited]: llama-server ended while proving 921 tokens")
+    assert "READY" not in done.stdout
+    assert state.running() == ()
+    assert [end.reason for end in state.history()] == ["start failed"]
+    assert proven.read() == {}
 
 
 @pytest.mark.usefixtures("engine")

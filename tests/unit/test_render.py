@@ -375,7 +375,8 @@ def test_ready_says_how_to_call_it() -> None:
     lines = [str(line) for line in switch_screen.ready(RECORD, 204800, 1)]
     assert lines[0].startswith("READY    http://127.0.0.1:8031/v1  model x  204,800 tokens, 1 stream")
     assert lines[0].endswith("2 m 31 s")
-    body = re.search(r"-d '(.*)'", lines[1])
+    assert lines[1].strip() == "unverified depth: no deep prompt was tried before READY"
+    body = re.search(r"-d '(.*)'", lines[2])
     assert body and json.loads(body.group(1))["model"] == "x"
 
 

@@ -22,7 +22,7 @@ from launcher.render.activity import request_line
 from launcher.serve import state
 from launcher.structs import Activity, Audit, Request, RunEnd, RunRecord, Sample, Source
 from launcher.units import MIB
-from launcher.workflows import status, switch
+from launcher.workflows import start, status
 from tests.serve_builders import device_plan, engine, plan, rpc_device
 from tests.unit.test_devices import h200
 from tests.unit.test_learned import DRIVER, Machine
@@ -70,7 +70,7 @@ def screen_of(record: RunRecord, doing: Activity | None = None) -> str:
 
 def test_the_driver_is_asked_for_our_pid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", on_h200(6550, 135055))
-    found = switch.audited(h200_plan(), record(tmp_path), {h200()["uuid"]: FREE_BEFORE})
+    found = start.audited(h200_plan(), record(tmp_path), {h200()["uuid"]: FREE_BEFORE})
     assert found is not None
     assert found.ok
     assert (found.cards[0].by, found.cards[0].context_bytes) == ("process", 709 * MIB)
@@ -78,10 +78,10 @@ def test_the_driver_is_asked_for_our_pid(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_free_before_stands_in_where_the_process_is_not_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", Machine(h200(free=FREE_BEFORE)))
-    before = switch._free_bytes(h200_plan())
+    before = start._free_bytes(h200_plan())
     assert before == {h200()["uuid"]: FREE_BEFORE}
     monkeypatch.setitem(sys.modules, "pynvml", on_h200(None, 135000))
-    found = switch.audited(h200_plan(), record(tmp_path), before)
+    found = start.audited(h200_plan(), record(tmp_path), before)
     assert found is not None
     assert (found.cards[0].by, found.cards[0].used_bytes) == ("card", 6605 * MIB)
 
@@ -89,8 +89,8 @@ def test_free_before_stands_in_where_the_process_is_not_told(tmp_path: Path, mon
 def test_without_cards_no_driver_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
     p = plan(device_plan(rpc_device(0, 50052)))
-    assert switch._free_bytes(p) == {}
-    found = switch.audited(p, record(tmp_path))
+    assert start._free_bytes(p) == {}
+    found = start.audited(p, record(tmp_path))
     assert found is not None
     assert found.cards == ()
 
@@ -98,9 +98,9 @@ def test_without_cards_no_driver_is_asked(tmp_path: Path, monkeypatch: pytest.Mo
 def test_what_a_launch_showed_is_learned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", on_h200(6550, 135055))
     p = h200_plan()
-    found = switch.audited(p, record(tmp_path))
+    found = start.audited(p, record(tmp_path))
     assert found is not None
-    switch._learn(p, engine(), found, alone=False)
+    start._learn(p, engine(), found, alone=False)
     (card,) = learned.read().contexts
     assert (card.name, card.driver, card.engine) == ("NVIDIA H200", DRIVER, engine().digest)
 
@@ -108,11 +108,11 @@ def test_what_a_launch_showed_is_learned(tmp_path: Path, monkeypatch: pytest.Mon
 def test_memory_that_may_still_be_coming_back_teaches_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", on_h200(None, 135055))
     p = h200_plan()
-    found = switch.audited(p, record(tmp_path), {h200()["uuid"]: FREE_BEFORE})
+    found = start.audited(p, record(tmp_path), {h200()["uuid"]: FREE_BEFORE})
     assert found is not None
-    switch._learn(p, engine(), found, alone=False)
+    start._learn(p, engine(), found, alone=False)
     assert learned.read().contexts == {}
-    switch._learn(p, engine(), found, alone=True)
+    start._learn(p, engine(), found, alone=True)
     assert list(learned.read().contexts.values()) == [(709 * MIB,)]
 
 

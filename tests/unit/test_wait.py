@@ -185,6 +185,47 @@ def test_a_thought_is_an_answer(begin: Callable[..., RunRecord]) -> None:
     assert ready(begin("--thinks")).state == "ready"
 
 
+def test_a_deep_prompt_is_a_stage_of_its_own_and_marks_nothing(begin: Callable[..., RunRecord]) -> None:
+    told: list[str] = []
+    record = begin("--batch-s", "0.01")
+    wait.wait_answer(record, tick_s=0.02)
+    wait.prove(record, range(1, 4097), tick_s=0.02, on_progress=lambda stage, *_: told.append(stage))
+    assert set(told) == {"proving 4,096 tokens"}
+    assert Path(record.log_path).read_text().count("n_tokens = 4096, truncated") == 1
+    stored = state.read("demo/fake")
+    assert stored is not None
+    assert (stored.state, stored.ready_at) == ("starting", None)
+    assert wait.mark_ready(record).state == "ready"
+
+
+def unproven(record: RunRecord, n_tokens: int = 2048, **options: object) -> EngineFailed:
+    wait.wait_answer(record, tick_s=0.02)
+    with pytest.raises(EngineFailed) as error:
+        wait.prove(record, range(1, n_tokens + 1), **({"tick_s": 0.02} | options))  # type: ignore[arg-type]
+    return error.value
+
+
+def test_an_end_in_the_first_deep_prompt_is_told_as_such(begin: Callable[..., RunRecord]) -> None:
+    record = begin("--die-at", "1024", "--fail", "pool", "--die-by", "SIGABRT", "--batch-s", "0.01")
+    error = unproven(record)
+    assert error.reference == "engine-exited"
+    assert "ended while proving 2,048 tokens (SIGABRT): out of memory on CUDA1" in error.message
+    cause = wait.cause_of(record)
+    assert cause is not None
+    assert (cause.key, cause.text) == ("device-memory", "out of memory on CUDA1")
+
+
+def test_a_prompt_that_was_cut_proves_nothing(begin: Callable[..., RunRecord]) -> None:
+    error = unproven(begin("--deaf", "--batch-s", "0.01"))
+    assert error.reference == "engine-no-answer"
+    assert "of its first prompt of 2,048 tokens it says to have read 2047" in error.message
+
+
+def test_a_deep_prompt_that_stands_still_is_given_up(begin: Callable[..., RunRecord]) -> None:
+    error = unproven(begin("--wedge-at", "1024", "--batch-s", "0.01"), stall_s=0.5)
+    assert (error.reference, "while proving 2,048 tokens" in error.message) == ("engine-stalled", True)
+
+
 def test_an_api_key_file_is_used(begin: Callable[..., RunRecord], tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("k-1\n")
@@ -220,6 +261,8 @@ def test_our_own_questions_are_no_progress() -> None:
         (FAILURES["pinned"], "pinned-memory"),
         (FAILURES["arg"], "unknown-flag"),
         (FAILURES["disguise"], "device-memory-disguised"),
+        (FAILURES["pool"], "device-memory"),
+        (FAILURES["cublas"], "device-memory"),
         ("ggml_gallocr_reserve_n_impl: failed to allocate CUDA0 buffer of size 3545235456", "device-memory"),
         ("error loading model: unable to allocate CPU buffer", "host-memory"),
         ("error loading model: unable to allocate CUDA_Host buffer", "pinned-memory"),
