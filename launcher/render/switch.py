@@ -74,10 +74,9 @@ class Progress:
             pid = f"pid {record.server.pid}" if record.server else "starting"
             self._not_switched(f"{record.slug} keeps running on :{record.port} ({pid}, untouched)")
 
-    def lost(self, stopped: tuple[RunRecord, ...]) -> None:
+    def lost(self, stopped: tuple[tuple[RunRecord, str], ...]) -> None:
         """Something failed after servers were stopped: they are gone, and how to bring them back."""
-        for record in stopped:
-            back = f"switch {shlex.quote(record.slug)}"
+        for record, back in stopped:
             self._not_switched(f"{record.slug} was stopped and does not run; `{back}` brings it back")
 
     def _not_switched(self, text: str) -> None:

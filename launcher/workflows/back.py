@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from launcher.errors import UsageError
 from launcher.serve import state
 from launcher.structs import RunEnd, RunRecord
+from launcher.workflows import overrides
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +39,13 @@ def before() -> Before:
         f"nothing else was ready before ({len(state.history())} runs in the history)",
         fix="launcher history     # then: switch SLUG",
     )
+
+
+def line(run: RunEnd | RunRecord) -> str:
+    """The line to paste that asks for this run again, with the options of then."""
+    then = _before(run)
+    options = {"--force": then.force, "--engine": then.engine}
+    return shlex.join([*shlex.split(overrides.command("switch", options)), then.slug, *overrides.words(then.given)])
 
 
 def _was_ready(end: RunEnd) -> bool:

@@ -10,7 +10,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from launcher.errors import LauncherError, Refused
 from launcher.facts import devices as device_facts
@@ -24,6 +24,7 @@ from launcher.workflows.start import Switched
 from launcher.workflows.target import Target
 
 LOCK = "engine"
+_T = TypeVar("_T")
 # Drivers give memory back a moment after the process is gone.
 _SETTLE_S = 60.0
 _SETTLED_BYTES = 200 * MIB
@@ -44,8 +45,8 @@ class Progress(start.Progress, Protocol):
     def kept(self, running: tuple[RunRecord, ...]) -> None:
         """Refused or interrupted before anything was stopped: these servers go on."""
 
-    def lost(self, stopped: tuple[RunRecord, ...]) -> None:
-        """Failed or interrupted later: these servers were stopped and nothing runs in their place."""
+    def lost(self, stopped: tuple[tuple[RunRecord, str], ...]) -> None:
+        """Failed or interrupted later: these servers are gone, nothing runs in their place; each with its way back."""
 
     def confirm(self, record: RunRecord, requests: int | None) -> bool | None:
         """Ask whether this server may be stopped; None when there is nobody to ask."""
@@ -85,7 +86,7 @@ def run(
         with _told(progress.kept, lambda: running):
             planned = _checked(target, given, engine, force, running, progress)
             _ask(running, yes, progress)
-        with _told(progress.lost, lambda: tuple(r for r in running if not native.live(r))):
+        with _told(progress.lost, lambda: tuple((r, back.line(r)) for r in running if not native.live(r))):
             if running:
                 planned = _make_room(target, given, engine, force, running, planned, progress)
             for record in state.records():
@@ -96,7 +97,7 @@ def run(
 
 
 @contextlib.contextmanager
-def _told(tell: Callable[[tuple[RunRecord, ...]], None], whom: Callable[[], tuple[RunRecord, ...]]) -> Iterator[None]:
+def _told(tell: Callable[[_T], None], whom: Callable[[], _T]) -> Iterator[None]:
     """Whatever ends this block, the person reads what became of the servers that ran before."""
     try:
         yield

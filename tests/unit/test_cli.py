@@ -633,10 +633,11 @@ def test_a_start_that_fails_says_what_was_stopped_for_it(
 ) -> None:
     slug(launcher_home, "my/one", model, port=ports())
     slug(launcher_home, "my/oom", model, port=ports(), extra="--fail, oom")
-    assert child("switch", "one").returncode == 0
+    assert child("switch", "one", "--ctx", "512").returncode == 0
     done = child("switch", "oom", "--yes")
     assert done.returncode == 8
-    assert "NOT SWITCHED  my/one was stopped and does not run; `switch my/one` brings it back" in done.stdout
+    said = " ".join(done.stdout.split())
+    assert "NOT SWITCHED my/one was stopped and does not run; `switch my/one --ctx 512` brings it back" in said
     assert state.running() == ()
 
 

@@ -446,7 +446,7 @@ def test_what_switch_says_keeps_to_100_columns(capsys: pytest.CaptureFixture[str
         shown.stopped(RECORD, 3.0)
         shown.replanned(many, same=False)
         shown.kept((replace(RECORD, slug="/models/" + "a-long-folder/" * 6 + "x.gguf"),))
-        shown.lost((RECORD,))
+        shown.lost(((RECORD, "switch demo/x"),))
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 100
     assert "NOT SWITCHED  demo/x was stopped and does not run; `switch demo/x` brings it back" in lines
