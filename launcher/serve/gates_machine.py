@@ -14,6 +14,9 @@ from launcher.units import GIB, KIB, gib, human, mib
 _ROOMY_BYTES = 1 * GIB
 # What `--load-mode mlock` locks: weights in host memory; caches and buffers are not.
 _LOCKED = ("experts", "embedding", "dense", "output", "drafter")
+# Where control groups are mounted, version 2 and 1; names that container engines give to theirs.
+_TOPS = frozenset({"/sys/fs/cgroup", "/sys/fs/cgroup/memory"})
+_CONTAINERS = frozenset({"docker", "libpod_parent"})
 
 
 def machine_gates(plan: Plan | None, inventory: Inventory, around: Surroundings, state: str) -> Iterator[Gate]:
@@ -47,22 +50,37 @@ def left_out(inventory: Inventory) -> Iterator[Gate]:
 
 
 def _memory_limit(inventory: Inventory) -> Iterator[Gate]:
-    """A note where a control group leaves less than the machine has: of a systemd unit, or of a container."""
+    """A note where a control group leaves less than the machine has: by a limit, or by the nodes that it allows."""
     host = inventory.host
     path = PurePath(host.limited_by)
     if not path.is_absolute():
         return
-    unit = path.parent.name
-    fix = "docker update --memory 0 CONTAINER     # on the machine that runs this container"
-    if unit.endswith((".slice", ".scope", ".service")):
-        limit = "MemoryHigh" if path.name == "memory.high" else "MemoryMax"
-        fix = f"sudo systemctl set-property --runtime {shlex.quote(unit)} {limit}=infinity"
     yield Gate(
         name="memory-limit",
         ok=True,
         note=True,
         detail=f"{host.limited_by} leaves {gib(host.available_bytes)} GiB; the machine has {gib(host.total_bytes)}",
-        fix=fix,
+        fix=_widened(path),
+    )
+
+
+def _widened(path: PurePath) -> str:
+    """What widens the limit of that file, by who sets such files."""
+    unit = path.parent.name
+    if path.is_relative_to("/proc"):  # Mems_allowed_list: a cpuset, no number of bytes
+        return (
+            "cat /sys/devices/system/node/has_memory     # allow these NODES: docker update --cpuset-mems NODES "
+            "CONTAINER, or sudo systemctl set-property --runtime UNIT AllowedMemoryNodes=NODES"
+        )
+    if unit.endswith((".slice", ".scope", ".service")):
+        limit = "MemoryHigh" if path.name == "memory.high" else "MemoryMax"
+        return f"sudo systemctl set-property --runtime {shlex.quote(unit)} {limit}=infinity"
+    # A container sees its own group as the top, or by the name that its engine gave it.
+    if str(path.parent) in _TOPS or not _CONTAINERS.isdisjoint(path.parts):
+        return "docker update --memory 0 CONTAINER     # on the machine that runs this container"
+    return (
+        f"cat {shlex.quote(str(path))}     # whoever made this control group set it: a batch system (ask it for more), "
+        "Kubernetes (resources.limits.memory of the pod)"
     )
 
 

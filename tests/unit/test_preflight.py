@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from launcher.errors import DeviceUnusable, ModelUnreadable, Refused
-from launcher.serve import gates_engine, gates_port, preflight
+from launcher.serve import gates_engine, gates_machine, gates_port, preflight
 from launcher.serve.gates_port import PortOwner
 from launcher.serve.ports import free_port
 from launcher.structs import (
@@ -337,3 +337,24 @@ def test_a_connection_that_uses_the_port_as_its_own_end_is_named_too() -> None:
         owner = gates_port.port_owner("127.0.0.1", client.getsockname()[1])
         assert owner is not None
         assert owner.pid == os.getpid()
+
+
+@pytest.mark.parametrize(
+    ("file", "fix", "never"),
+    [
+        ("/proc/self/status Mems_allowed_list", "cat /sys/devices/system/node/has_memory ", "--memory"),
+        (
+            "/sys/fs/cgroup/user.slice/user-1000.slice/memory.high",
+            "sudo systemctl set-property --runtime user-1",
+            "dock",
+        ),
+        ("/sys/fs/cgroup/memory.max", "docker update --memory 0 ", "systemctl"),
+        ("/sys/fs/cgroup/memory/docker/abc/memory.limit_in_bytes", "docker update --memory 0 ", "systemctl"),
+        ("/sys/fs/cgroup/kubepods/pod1/memory.max", "cat /sys/fs/cgroup/kubepods/pod1/memory.max ", "docker"),
+        ("/sys/fs/cgroup/memory/slurm/uid_0/job_1/memory.limit_in_bytes", "cat /sys/fs/cgroup/memory/slurm/", "docker"),
+    ],
+)
+def test_a_memory_limit_is_widened_by_whoever_set_it(file: str, fix: str, never: str) -> None:
+    (gate,) = gates_machine._memory_limit(inventory(limited_by=file))
+    assert gate.fix.startswith(fix)
+    assert never not in gate.fix
