@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import mmap
 import os
 import signal
 import socket
@@ -73,6 +74,8 @@ def options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--deaf", action="store_true", help="/completion says to have read one token less")
     parser.add_argument("--batch-s", type=float, default=0.05)
     parser.add_argument("--wedge-at", type=int, help="stand still for ever once so many are read, the slot busy")
+    parser.add_argument("--cold", metavar="FILE", help="before its first batch: fault this file in, again and again")
+    parser.add_argument("--cold-s", type=float, default=2.0, help="with --cold: for so long")
     parser.add_argument("--mute", action="store_true", help="no GET but /health is answered while a prompt is read")
     parser.add_argument("--die-at", type=int, help="exit with --exit-code once so many tokens are read")
     parser.add_argument("--print-env", help="write the environment there as JSON")
@@ -104,6 +107,8 @@ class Slot:
         self.task += 2
         self.line("launch_slot_", "processing task, is_child = 0")
         self.line("operator()", f"new prompt, n_ctx_slot = 65536, n_keep = 0, task.n_tokens = {n_tokens}")
+        if opts.cold and not self.steps:
+            fault_in(opts.cold, opts.cold_s)
         while self.read < n_tokens:
             time.sleep(opts.batch_s)
             self.step(min(512, n_tokens - self.read))
@@ -220,6 +225,17 @@ class Server(ThreadingHTTPServer):
         # As the real one does: a second server on the same port is not noticed.
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         super().server_bind()
+
+
+def fault_in(path: str, seconds: float) -> None:
+    """As a mapped model that is not in the page cache: pages come from the disk, and no token meanwhile."""
+    until = time.monotonic() + seconds
+    with Path(path).open("rb") as file:
+        while time.monotonic() < until:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            with mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as pages:
+                sum(pages[i] for i in range(0, len(pages), mmap.PAGESIZE))
+            time.sleep(0.05)
 
 
 def leave(opts: argparse.Namespace) -> None:

@@ -1,4 +1,4 @@
-"""Whether a running server gets on: judged by its token counters and its log's lines about requests.
+"""Whether a running server gets on: judged by its token counters, its log's lines about requests, and what it reads.
 
 Never by a question that has to wait its turn: on many builds /slots is answered between two batches, and a batch of
 4096 tokens takes minutes on a slow rig. So every question here has two seconds, and without an answer the log decides.
@@ -19,12 +19,14 @@ from typing import Any
 from launcher.facts.serve_log import last_mark, parse_requests
 from launcher.serve import state
 from launcher.serve.native import WEDGED_S
+from launcher.serve.reads import Reads, reads_of
 from launcher.structs import Activity, Request, RunRecord
 
 # Deep in a long prompt a batch takes longer than the first ones, not this much longer.
 _TIMES_LONGEST = 3
 _POLL_S = 5.0
 _ASK_S = 2.0
+_READING_S = 1.0
 _LOG_END_BYTES = 256 * 1024
 _COUNTERS = ("prompt_tokens_total", "tokens_predicted_total", "n_decode_total")
 
@@ -112,6 +114,7 @@ class Watch:
         self.poll_s = min(_POLL_S, wedged_s / 4)
         self.activity = Activity(busy=None)
         self._last: Look | None = None
+        self._reads: Reads | None = None
         self._busy = False
         self._log_bytes, self._mark = -1, ""
         self._moved_at = self._next = time.monotonic()
@@ -125,16 +128,19 @@ class Watch:
             return self.activity
         if now < self._next:
             return self.activity
-        seen = look(self.record)
+        seen, reads = look(self.record), reads_of(self.record.server)
         if self._last is None or seen.moves != self._last.moves:
             self._longest_s = max(self._longest_s, now - self._moved_at)
             self._moved_at = now
+        elif reads is not None and reads.moved_since(self._reads):
+            self._moved_at = now  # a cold model is still on its way; that is no length of a batch
+        self._reads = reads
         self._last, self._next = seen, time.monotonic() + self.poll_s
         if seen.activity.busy is not None:
             self._busy = seen.activity.busy > 0
         if not self._busy:
             self._moved_at = now
-            self._last = None  # the next request starts from nothing
+            self._last = self._reads = None  # the next request starts from nothing
             self.activity = seen.activity
             forget(self.record)
             return self.activity
@@ -220,7 +226,19 @@ def _by_log_alone(record: RunRecord, seen: Activity) -> Activity:
         still = max(0.0, time.time() - Path(record.log_path).stat().st_mtime)
     except OSError:
         return seen
-    return replace(seen, still_s=still, wedged=still > WEDGED_S) if reading else seen
+    if not reading:
+        return seen
+    if still > WEDGED_S and _is_reading(record):
+        return replace(seen, still_s=0.0)
+    return replace(seen, still_s=still, wedged=still > WEDGED_S)
+
+
+def _is_reading(record: RunRecord) -> bool:
+    """Whether it reads from a disk just now: takes a second."""
+    before = reads_of(record.server)
+    time.sleep(_READING_S)
+    now = reads_of(record.server)
+    return now is not None and now.moved_since(before)
 
 
 def _counts(request: Request | None) -> tuple[int | None, int | None] | None:

@@ -274,7 +274,7 @@ def exited(record: RunRecord, stage: str, plan: Plan | None = None) -> EngineFai
 
 def cause_of(record: RunRecord, plan: Plan | None = None) -> Cause | None:
     """What its log and its end say of why it failed, also while it still runs; None when they say nothing known."""
-    end = None if native.live(record) else _end(record)
+    end = None if native.up(record) else _end(record)
     if end is not None and end.reason == "stopped":
         return None
     code, name = (end.exit_code, end.signal) if end else (None, None)

@@ -65,7 +65,8 @@ class Activity:
     """What a server is doing, judged by what moves: token counters and lines about requests.
 
     busy     requests that are being worked on; None when neither /slots nor the log tells
-    still_s  how long nothing has moved while a request is being worked on; None when idle, or when nobody looked before
+    still_s  how long nothing has moved while a request is being worked on, nor was read from a disk; None when idle, or
+             when nobody looked before
     wedged   nothing moved for longer than any batch takes: it will not come back by itself
     """
 

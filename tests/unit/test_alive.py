@@ -20,8 +20,11 @@ from launcher.errors import EngineFailed, Refused
 from launcher.render.status import screen
 from launcher.serve import alive, native, state, wait
 from launcher.serve.ports import free_port
+from launcher.serve.reads import Reads, reads_of
 from launcher.structs import RunEnd, RunRecord
+from launcher.units import MIB
 from launcher.workflows import attach, status
+from tests.fake_server import fault_in
 from tests.serve_builders import fake_launch
 
 SLUG = "demo/fake"
@@ -139,6 +142,67 @@ def test_silence_alone_is_no_wedge(begin: Begin) -> None:
     time.sleep(1.0)
     assert alive.activity(record).still_s is None
     assert current().restarts == 0
+
+
+@pytest.fixture
+def cold(tmp_path: Path) -> str:
+    """A file that really comes from a disk when it is not in the page cache."""
+    path = tmp_path / "weights"
+    with path.open("wb") as file:
+        file.write(os.urandom(8 << 20))
+        os.fsync(file.fileno())
+    before = reads_of(state.identify(os.getpid()))
+    fault_in(str(path), 0.1)
+    after = reads_of(state.identify(os.getpid()))
+    if after is None or not after.moved_since(before):
+        pytest.skip("the disk below the temporary folder counts no reads")
+    return str(path)
+
+
+def test_a_cold_model_that_is_faulted_in_is_no_wedge(begin: Begin, cold: str) -> None:
+    """Its first batch takes many times as long as any may stand still, and no counter of the engine moves."""
+    record = begin("--read", "1024", "--cold", cold, "--cold-s", "5", wedged_s=1.0, restarts=1)
+    asking = ask(record)
+    until(lambda: alive.activity(record).busy)
+    time.sleep(3)
+    found = alive.activity(record)
+    assert (found.busy, found.wedged) == (1, False)
+    assert found.still_s is not None and found.still_s < 1.0
+    asking.join(20)
+    assert not asking.is_alive()
+    assert "no progress" not in log_of(record)
+    assert current().restarts == 0
+
+
+def test_one_that_stands_still_after_its_model_came_is_a_wedge(begin: Begin, cold: str) -> None:
+    record = begin("--read", "1024", "--cold", cold, "--cold-s", "2", "--wedge-at", "512", wedged_s=0.8)
+    ask(record)
+    until(lambda: alive.activity(record).wedged, 15)
+    assert (alive.activity(record).still_s or 0) > 0.8
+
+
+def test_without_its_keeper_a_cold_model_is_no_wedge(begin: Begin, cold: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = begin("--read", "1024", "--cold", cold, "--cold-s", "6", "--wedge-at", "512", wedged_s=60)
+    ask(record)
+    until(lambda: alive.activity(record).busy)
+    assert record.keeper is not None
+    os.kill(record.keeper.pid, signal.SIGKILL)
+    until(lambda: not native.alive(record.keeper))
+    alive.forget(record)
+    monkeypatch.setattr(alive, "WEDGED_S", 0.5)
+    time.sleep(1)
+    found = alive.activity(record)
+    assert (found.wedged, found.still_s) == (False, 0.0)
+    until(lambda: alive.activity(record).wedged, 20)
+
+
+def test_a_few_faults_and_unknown_counters_are_no_reading() -> None:
+    few = Reads(disk_bytes=MIB // 2, major_faults=3)
+    assert not few.moved_since(Reads(disk_bytes=0, major_faults=0))
+    assert not few.moved_since(None)
+    assert not Reads(disk_bytes=None, major_faults=None).moved_since(Reads(disk_bytes=0, major_faults=0))
+    assert Reads(disk_bytes=None, major_faults=99).moved_since(Reads(disk_bytes=None, major_faults=0))
+    assert reads_of(None) is None
 
 
 def test_without_its_keeper_a_wedge_is_still_seen(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
